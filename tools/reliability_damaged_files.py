@@ -45,7 +45,7 @@ from accel_cli.launch.launchers import launch_classes
 from accel_cli.launch.mpi import read_hostfile
 from accel_cli.main import main as command_line
 from accel_plugins.checkpoint.files import MANIFEST_NAME
-from accel_plugins.checkpoint.sharded_save import PortableWriter
+from accel_plugins.checkpoint.shards import PortableWriter
 from accel_plugins.deepspeed.ds_config import HfDeepSpeedConfig
 from accel_plugins.fsdp.weights import merge_weights
 from accel_state.errors import AccelError

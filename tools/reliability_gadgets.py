@@ -35,7 +35,7 @@ import torch
 from faults.sweeps import Tally
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from accel_plugins.checkpoint import pickled, shards
+from accel_plugins.checkpoint import pickled, shard_metadata
 from accel_plugins.checkpoint.numpy_data import NAMES
 from accel_state.errors import CheckpointError
 
@@ -338,7 +338,7 @@ def _joined(before: bytes, text: bytes, behind: bytes) -> bytes:
 READERS: Final[dict[str, _Format]] = {
     "torch": _Format(_archives, _archive, pickled.read, b"\x80\x02", "state.bin"),
     "old torch": _Format(_sequences, _joined, pickled.read, b"\x80\x02", "state.bin"),
-    "metadata": _Format(_descriptions, _joined, shards.read_metadata, b"\x80\x04", ".metadata"),
+    "metadata": _Format(_descriptions, _joined, shard_metadata.read_metadata, b"\x80\x04", ".metadata"),
 }
 
 
@@ -354,7 +354,7 @@ def _names_of_torch() -> dict[tuple[str, str], Any]:
 def gadgets(reader: str) -> list[bytes]:
     """The files for a reader; those that it reads, as they are written, come first."""
     form = READERS[reader]
-    table = shards.names_in_metadata() if reader == "metadata" else _names_of_torch()
+    table = shard_metadata.names_in_metadata() if reader == "metadata" else _names_of_torch()
     constants = [name for name, value in table.items() if isinstance(value, torch.dtype)][:3]
     callable_names = [name for name, value in table.items() if not isinstance(value, torch.dtype)]
     names = callable_names + constants + list(DANGEROUS)

@@ -21,7 +21,6 @@ from accel_bigmodel.weight_files import (
     save_weights,
     save_weights_file,
 )
-from accel_bigmodel.weight_files.names import tensor_ranges
 from accel_state.errors import CheckpointError
 
 STATE = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(1.5)}
@@ -263,17 +262,6 @@ def test_a_header_that_contradicts_itself_is_refused(tmp_path: Path, entry: obje
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
     with pytest.raises(CheckpointError, match=r"Cannot read the weights in .*w\.safetensors"):
         load_weights(path)
-
-
-def test_the_bytes_of_each_tensor_of_a_file(tmp_path: Path) -> None:
-    path, state = tmp_path / "w.safetensors", {**STATE, "empty": torch.ones(0, 2), "small": torch.ones(3).bool()}
-    save_weights_file(state, path)
-    ranges = tensor_ranges(path)
-    assert ranges.keys() == {"a", "b", "small"}
-    for name, (begin, end) in ranges.items():
-        content = bytearray(path.read_bytes()[begin:end])
-        assert torch.equal(torch.frombuffer(content, dtype=state[name].dtype).reshape(state[name].shape), state[name])
-    assert max(end for _, end in ranges.values()) == path.stat().st_size
 
 
 def test_a_compressed_torch_file_is_read_and_not_mapped(tmp_path: Path) -> None:

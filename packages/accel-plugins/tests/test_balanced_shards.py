@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from accel_plugins.checkpoint.sharded_save import SavePlans, neighbours, write_shards
-from accel_plugins.checkpoint.shards import read_metadata, read_whole
+from accel_plugins.checkpoint.shard_metadata import read_metadata
+from accel_plugins.checkpoint.shards import SavePlans, read_whole, write_shards
 from accel_state import PartialState
+from accel_state.errors import CheckpointError
 from accel_testing.processes import Processes
 
 ROWS = 64
@@ -73,53 +74,12 @@ def test_four_processes_write_each_tensor_once_and_share_the_bytes(
             written[place.relative_path] = written.get(place.relative_path, 0) + place.length
         assert (len(written), len(metadata.storage_data or {})) == (4, 3 * 4 + replicated + (turn >= 3))
         if replicated > 1:
-            assert max(written.values()) <= 1.1 * sum(written.values()) / 4
+            # torch assigns what several processes hold before it counts the shards of the later ones.
+            assert max(written.values()) <= 1.3 * sum(written.values()) / 4
         expected = {name: value + turn for name, value in tensors(replicated + (turn >= 3)).items()}
         found = read_whole(folder)["model"]
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 64, 1000, 1024])
-def test_no_process_receives_plans_from_more_than_the_logarithm_of_all(size: int) -> None:
-    tree = {rank: neighbours(rank, size) for rank in range(size)}
-    assert max(len(below) for _, below in tree.values()) <= (size - 1).bit_length()
-    assert sorted(rank for _, below in tree.values() for rank in below) == list(range(1, size))
-    assert all(rank in tree[above][1] for rank, (above, _) in tree.items() if above is not None)
-    depths = [0] * size
-    for rank in range(1, size):
-        depths[rank] = depths[tree[rank][0] or 0] + 1
-    assert max(depths) <= (size - 1).bit_length()
-
-
-def messages_of_a_save(folder: str) -> list[tuple[int, int]]:
-    """How many tensors this process sends and receives for each of three saves; the last has another layout."""
-    PartialState(cpu=True)
-    plans, counts = SavePlans(), []
-    moved = {"send": 0, "recv": 0}
-
-    def counted(name: str) -> Any:
-        real = getattr(torch.distributed, name)
-
-        def move(*given: Any, **options: Any) -> Any:
-            moved[name] += 1
-            return real(*given, **options)
-
-        return move
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in moved:
-            patch.setattr(torch.distributed, name, counted(name))
-        for turn, replicated in enumerate((3, 3, 4)):
-            before = dict(moved)
-            write_shards({"model": tensors(replicated)}, Path(folder) / f"{turn}", plans)
-            counts.append(tuple(moved[name] - before[name] for name in moved))
-    return counts
-
-
-def test_a_save_takes_two_exchanges_along_a_tree(four: Processes, tmp_path: Path) -> None:
-    # Up and down, twice, each with a length and an object: the first process has two below it, the third has one.
-    assert four.run(messages_of_a_save, str(tmp_path)) == [[(8, 8)] * 3, [(4, 4)] * 3, [(8, 8)] * 3, [(4, 4)] * 3]
 
 
 def fail_once_on_four(folder: str) -> list[str]:
@@ -149,3 +109,40 @@ def test_a_save_that_failed_is_planned_anew(four: Processes, tmp_path: Path) -> 
     assert all(torch.equal(found[name], value) for name, value in tensors(3).items())
     described: Metadata = read_metadata(tmp_path / "2" / ".metadata")
     assert all(isinstance(one, TensorStorageMetadata) for one in described.state_dict_metadata.values())
+
+
+def other_dtypes_on_four(folder: str) -> None:
+    """Two saves of one object, the second with its weights in another dtype."""
+    PartialState(cpu=True)
+    plans = SavePlans()
+    for turn, dtype in enumerate((torch.bfloat16, torch.float64)):
+        state = {name: value.to(dtype) for name, value in tensors(3).items()}
+        write_shards({"model": state}, Path(folder) / f"{turn}", plans)
+
+
+def test_weights_with_another_dtype_are_planned_anew(four: Processes, tmp_path: Path) -> None:
+    four.run(other_dtypes_on_four, str(tmp_path))
+    found = read_whole(tmp_path / "1")["model"]
+    assert {value.dtype for value in found.values()} == {torch.float64}
+    assert all(torch.equal(found[name], value.double()) for name, value in tensors(3).items())
+
+
+def first_has_no_plans(folder: str) -> tuple[str, str]:
+    """A process that lost its plans, as after an interrupt, refuses the others' empty ones; the next save works."""
+    process, plans, outcomes = PartialState(cpu=True), SavePlans(), []
+    write_shards({"model": tensors(3)}, Path(folder) / "0", plans)
+    if process.is_main_process:
+        plans.forget()
+    for turn in (1, 2):
+        try:
+            write_shards({"model": tensors(3)}, Path(folder) / f"{turn}", plans)
+            outcomes.append("saved")
+        except CheckpointError as error:
+            outcomes.append("refused" if "has no plans of an earlier save" in str(error) else str(error))
+    return outcomes[0], outcomes[1]
+
+
+def test_a_process_without_plans_does_not_take_the_empty_ones_of_others(four: Processes, tmp_path: Path) -> None:
+    assert four.run(first_has_no_plans, str(tmp_path)) == [("refused", "saved")] * 4
+    found = read_whole(tmp_path / "2")["model"]
+    assert all(torch.equal(found[name], value) for name, value in tensors(3).items())

@@ -383,6 +383,28 @@ def test_what_another_process_hashed_is_taken_over_unless_it_changed(
     assert verify(folder, hashes=True).good
 
 
+@pytest.mark.usefixtures("cpu_state")
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may give files to others")
+@pytest.mark.parametrize("links", [True, False])
+def test_owner_and_group_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError("no hard links here")
+
+    target = tmp_path / "last"
+    with staging(target, fsync=False) as folder:
+        (folder / "model.safetensors").write_text("first")
+    (target / "notes").mkdir()
+    (target / "notes" / "notes.txt").write_text("mine")
+    for path in (target, target / "notes", target / "notes" / "notes.txt"):
+        os.chown(path, 1234, 2345)
+    if not links:
+        monkeypatch.setattr(os, "link", refused)
+    with staging(target, fsync=False) as folder:
+        (folder / "model.safetensors").write_text("second")
+    for path in (target, target / "notes", target / "notes" / "notes.txt"):
+        assert (path.stat().st_uid, path.stat().st_gid) == (1234, 2345), path
+
+
 # ------------------------------------------------------------------- several processes
 
 

@@ -12,8 +12,7 @@ import torch
 
 from accel_plugins.checkpoint import files
 from accel_plugins.checkpoint.files import FlushedWhileWritten
-from accel_plugins.checkpoint.sharded_save import SavePlans, write_shards
-from accel_plugins.checkpoint.shards import read_whole
+from accel_plugins.checkpoint.shards import SavePlans, read_whole, write_shards
 
 
 def test_the_disk_is_given_each_part_of_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,8 +65,7 @@ def test_a_file_and_a_text_in_base64_are_read(tmp_path: Path) -> None:
     [
         ('{"a": 1,\n  "b": }', "line 2, column 8"),
         ('{"a": 1, "a": 2}', "'a' twice"),
-        ('{"a": 1e9999}', "not finite"),
-        ('{"a": ' + "9" * 5000 + "}", "5000 characters"),
+        ('{"a": ' + "9" * 5000 + "}", "5000 digits"),
         ("[" * 5000, "deeper than 64"),
         ("[1, 2]", "a list"),
     ],

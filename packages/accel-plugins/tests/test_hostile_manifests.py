@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from accel_plugins.checkpoint import manifest
 from accel_plugins.checkpoint.commit import staging
 from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_plugins.checkpoint.manifest import verify
@@ -112,15 +113,13 @@ def test_the_older_checkpoint_is_taken(saved: Path, damage: Callable[[Path], obj
 
 
 def test_an_unexpected_failure_while_judging_means_damaged(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def exhausted(path: Path) -> str:
+    def exhausted(path: Path) -> manifest.FileRecord:
         if path.parent.name == "checkpoint_1":
             raise MemoryError("no memory")
         return original(path)
 
-    from accel_plugins.checkpoint import manifest
-
-    original = manifest.hash_of_file
-    monkeypatch.setattr(manifest, "hash_of_file", exhausted)
+    original = manifest.record_of
+    monkeypatch.setattr(manifest, "record_of", exhausted)
 
     assert find_newest(saved, hashes=True) == saved / "checkpoint_0"
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from accel_plugins.checkpoint.shards import read_metadata
+from accel_plugins.checkpoint.shard_metadata import read_metadata
 from accel_state.errors import CheckpointError
 
 WITH_STRIDES = len(fields(TensorProperties)) == 6

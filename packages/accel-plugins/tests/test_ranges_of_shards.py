@@ -13,8 +13,7 @@ from torch import nn
 from torch.distributed import checkpoint
 
 from accel_plugins.checkpoint import shards
-from accel_plugins.checkpoint.sharded_save import SavePlans
-from accel_plugins.checkpoint.shards import read_into
+from accel_plugins.checkpoint.shards import SavePlans, read_into, read_whole, write_shards
 from accel_plugins.fsdp import weights
 from accel_plugins.manifest import ObjectKind
 from accel_state.errors import CheckpointError
@@ -82,6 +81,49 @@ def test_each_process_reads_its_ranges_of_shards_that_two_processes_wrote(
         assert read_by_held <= 0.05
 
 
+def packed(value: float) -> dict[str, Any]:
+    """A packed weight of two matrices, of each of which a process has a slice, and one that is sharded by columns."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    process = PartialState(cpu=True)
+    mesh, whole = init_device_mesh("cpu", (process.num_processes,)), full_packed() * value
+    held = torch.cat([block.chunk(mesh.size())[process.process_index] for block in whole.chunk(2)])
+    placed = DTensor.from_local(
+        held, mesh, [_StridedShard(0, split_factor=2)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return {"packed": placed, "columns": distribute_tensor(whole, mesh, [Shard(1)])}
+
+
+def full_packed() -> torch.Tensor:
+    return torch.arange(24.0 * 6).reshape(24, 6)
+
+
+def packed_is_written(folder: str) -> None:
+    write_shards({"model": packed(1.0)}, Path(folder) / "shards", SavePlans())
+
+
+def packed_is_read(folder: str, swapped: bool) -> bool:
+    """Whether packed shards are those that were saved; `swapped`: each tensor is read into the layout of the other."""
+    state, names = packed(0.0), ("packed", "columns")
+    given = dict(zip(names, reversed(state.values()), strict=True)) if swapped else state
+    read_into({"model": given}, Path(folder) / "shards")
+    expected = packed(1.0)
+    return all(torch.equal(state[name].to_local(), expected[name].to_local()) for name in names)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_packed_weights_are_read_on_any_number_of_processes_and_in_any_layout(
+    two: Processes, three: Processes, tmp_path: Path, swapped: bool
+) -> None:
+    two.run(packed_is_written, str(tmp_path))
+    found = read_whole(tmp_path / "shards")["model"]
+    assert all(torch.equal(found[name], full_packed()) for name in ("packed", "columns"))
+    assert two.run(packed_is_read, str(tmp_path), swapped) == [True] * 2
+    assert three.run(packed_is_read, str(tmp_path), swapped) == [True] * 3
+
+
 def saved(folder: Path, state: dict[str, Any]) -> Path:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -129,7 +171,7 @@ def fails_in_the_middle(folder: str) -> tuple[str, str, bool]:
     """The error of a load whose disk fails, what using the model says then, and whether a further load mends it."""
     model, intact = sharded("rows", seed=1), Path(folder)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(shards._PlainLoadPlanner, "commit_tensor", failing_disk)
+        patched.setattr(shards._LoadPlanner, "commit_tensor", failing_disk)
         with pytest.raises(CheckpointError) as failed:
             weights.load_model(model, intact, 0)
     with pytest.raises(CheckpointError) as used:

@@ -13,9 +13,10 @@ from accel_plugins.checkpoint.commit import staging
 from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_plugins.checkpoint.manifest import verify
 from accel_plugins.checkpoint.recovery import recover
-from accel_plugins.checkpoint.remote import RemoteCheckpoints, Uploader, split_url
+from accel_plugins.checkpoint.remote import RemoteCheckpoints, split_url
 from accel_plugins.checkpoint.retention import remove_oldest
 from accel_plugins.checkpoint.store import CheckpointStore, FileStore, StoredFile, is_url, open_store
+from accel_plugins.checkpoint.uploads import Uploader
 from accel_state.errors import CheckpointError, SettingError
 
 pytestmark = pytest.mark.usefixtures("cpu_state")

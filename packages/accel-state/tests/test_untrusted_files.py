@@ -30,12 +30,7 @@ from accel_state.untrusted import (
     [
         (b"", "not JSON"),
         (b'{"a": 1', "not JSON"),
-        (b"[1e9999]", "not finite"),
-        (b"[-1e9999]", "not finite"),
-        (b"[NaN]", "not finite"),
-        (b"[Infinity]", "not finite"),
-        (b"[" + b"9" * 21 + b"]", "21 characters"),
-        (b"[" + b"9" * 100_000 + b"]", "100000 characters"),
+        (b"[" + b"9" * 100_000 + b"]", "100000 digits"),
         (b'{"a": 1, "a": 2}', "'a' twice"),
         (b"\xff\xfe[]", "UTF-8"),
         ("[]".encode("utf-16"), "UTF-8"),
@@ -59,6 +54,14 @@ def test_brackets_in_texts_do_not_count_as_depth() -> None:
     assert parse_json("[" + ",".join("[{}]" for _ in range(1000)) + "]")
     assert parse_json('["\\ud83d\\ude00"]') == ["\N{GRINNING FACE}"]
     assert parse_json("\ufeff[1, -2.5]".encode()) == [1, -2.5]
+
+
+@pytest.mark.parametrize("content", ["1e9999", "-1e9999", "NaN", "Infinity"])
+def test_a_number_that_is_not_finite_has_the_shape_of_none(content: str) -> None:
+    with pytest.raises(ValueError, match="not a number from"):
+        parse_json(content, number())
+    with pytest.raises(ValueError, match="not an integer from"):
+        parse_json(content, integer())
 
 
 SHAPE = record(

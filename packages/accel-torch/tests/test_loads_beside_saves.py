@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
+from accel_plugins.checkpoint.locks import FolderLock
 from accel_state.errors import CheckpointError
 from accel_testing.fresh import fresh
 from accel_testing.processes import Processes
@@ -18,6 +20,7 @@ from accel_torch import Accelerator, ProjectConfiguration
 
 SAVES = """
 import itertools, sys
+import torch
 import torch
 from torch import nn
 from accel_torch import Accelerator, ProjectConfiguration
@@ -132,3 +135,30 @@ def test_a_checkpoint_that_is_replaced_where_nothing_can_be_locked_is_reported(
 
         with pytest.raises(CheckpointError):
             accelerator.load_state(str(tmp_path / "a"))
+
+
+def test_a_checkpoint_that_was_replaced_is_loaded_again_where_an_open_folder_has_no_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on macOS: files are read by the name, which leads to another save meanwhile."""
+    with fresh():
+        accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(fsync=False))
+        model: Any = accelerator.prepare(nn.Linear(2, 2))
+        for name, value in (("last", 1.0), ("next", 2.0)):
+            with torch.no_grad():
+                model.weight.fill_(value)
+            accelerator.save_state(str(tmp_path / name))
+        monkeypatch.setattr(FolderLock, "path", property(lambda lock: lock.folder))
+        seen = []
+
+        def replace(models: object, folder: str) -> None:
+            seen.append(folder)
+            if len(seen) == 1:
+                (tmp_path / "last").rename(tmp_path / "before")
+                (tmp_path / "next").rename(tmp_path / "last")
+
+        accelerator.register_load_state_pre_hook(replace)
+        assert accelerator.load_state(str(tmp_path / "last")) == str(tmp_path / "last")
+    assert seen == [str(tmp_path / "last")] * 2
+    assert model.weight.unique().tolist() == [2.0]
+    assert "is loaded again" in caplog.text

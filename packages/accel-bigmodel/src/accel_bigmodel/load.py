@@ -37,6 +37,7 @@ from accel_bigmodel.weight_files.reading import (
 from accel_bigmodel.weight_layout import WeightLayout, layout_of
 from accel_ops.agreement import StoreBarrier
 from accel_ops.collectives import broadcast
+from accel_ops.dtensors import local_chunks
 from accel_state import current
 from accel_state.errors import AccelError, CheckpointError, SettingError
 from accel_state.identity import Process
@@ -398,8 +399,10 @@ def _read_shards(model: nn.Module, view: _View, report: LoadReport) -> LoadRepor
             memory = torch.empty_like(own, device=_device_of(own))
             is_parameter = isinstance(own, nn.Parameter)
             own = fresh[name] = nn.Parameter(memory, own.requires_grad) if is_parameter else memory
-        local, starts = _local_part(own)
-        copies.append(Copy(local, weight, starts))
+        if hasattr(own, "to_local"):
+            copies += [Copy(chunk.local, weight, chunk.offsets) for chunk in local_chunks(own)]
+        else:
+            copies.append(Copy(own, weight, None))
     with load_progress(model, sum(copy.size for copy in copies)) as advance:
         read = copy_all(copies, advance)
     if fresh:
@@ -415,16 +418,6 @@ def _device_of(own: Any) -> torch.device:
     """The device for the memory of a tensor without data: that of its mesh, or that of the process."""
     mesh = getattr(own, "device_mesh", None)
     return current.process_or_start().device if mesh is None else torch.device(mesh.device_type)
-
-
-def _local_part(own: Any) -> tuple[Tensor, tuple[int, ...] | None]:
-    """This process's part of a tensor, and the first index of the part."""
-    if not hasattr(own, "to_local"):
-        return own, None
-    # The interface with which torch's checkpoints request shards.
-    (chunk,) = own.__create_chunk_list__()
-    with torch.no_grad():
-        return own.to_local(), tuple(chunk.offsets)
 
 
 def _distribute(model: nn.Module, view: _View, full: bool) -> None:

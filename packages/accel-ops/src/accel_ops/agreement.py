@@ -23,7 +23,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -43,8 +43,14 @@ T = TypeVar("T")
 _REPLY_TIMEOUT_S: Final = 10.0
 """Seconds for a request that does not wait for other processes."""
 
-_EXTRA_WAIT_OF_OTHERS_S: Final = 5.0
-"""Seconds that the other ranks wait longer than rank 0, which may arrive later; at most half of a deadline."""
+_EXTRA_WAIT_OF_OTHERS_S: Final = 3.0
+"""Seconds that the other ranks wait longer than rank 0, which may arrive later; at most half of a deadline.
+
+A store that does not answer takes two seconds more.
+"""
+
+_LOOK_S: Final = 1.5
+"""Seconds between two looks at what absent ranks do; each publishes its status once a second."""
 
 _MAX_FAREWELL_S: Final = 10.0
 """Seconds that rank 0 stays after an operation: its process often hosts the store that the other ranks read."""
@@ -86,6 +92,7 @@ class StoreBarrier:
 
     Attributes:
         rank: index of this process among the processes that take part.
+        gone_on: ranks that had gone on to a later call when the operation ended; at most 16 of them.
 
     Args:
         process: the `Process` of this rank.
@@ -130,6 +137,7 @@ class StoreBarrier:
         self._posted: list[str] = []
         self._collects = False
         self._over = False
+        self.gone_on: list[int] = []
 
     @property
     def has_begun(self) -> bool:
@@ -148,6 +156,7 @@ class StoreBarrier:
         *,
         last: bool = False,
         only: Sequence[int] | None = None,
+        looks: bool = False,
     ) -> str:
         """Wait until every rank has called this; return the result of `combine` for the values of all ranks.
 
@@ -158,6 +167,8 @@ class StoreBarrier:
             last: whether the operation ends with this phase.
             only: ranks, in order and including 0, that contribute a value; the others only read the result. All ranks
                 pass the same ranks. Not for the first phase, in which a rank notices an operation that it missed.
+            looks: whether rank 0 looks at what absent ranks do, and ends the operation if all of them have gone on to a
+                later call, see `gone_on`. In a world of more than 16 ranks only the deadline ends it.
 
         Raises:
             AccelError: a rank failed (`error`, or the class raised there if it is one of `accel_state.errors`), or did
@@ -168,7 +179,7 @@ class StoreBarrier:
         ranks = [rank for rank in (range(self._world_size) if only is None else only) if rank]
         try:
             with self._store_named():
-                answer = self._wait(phase, value, combine, ranks)
+                answer = self._wait(phase, value, combine, ranks, looks)
                 if last:
                     self.leave()
                 return answer
@@ -236,12 +247,14 @@ class StoreBarrier:
         value: str,
         combine: Callable[[Sequence[str]], str],
         ranks: Sequence[int],
+        looks: bool,
     ) -> str:
         until = time.monotonic() + self._deadline + (self._later if self.rank else 0.0)
         self._take_number()
         while True:
             if self.rank == 0:
-                result = self._collect(value, combine, until, phase, ranks)
+                with self._watching(phase, ranks) if looks else nullcontext():
+                    result = self._collect(value, combine, until, phase, ranks)
             else:
                 result = self._contribute(value, until, phase, ranks)
             if result.startswith(_SUCCESS):
@@ -294,10 +307,47 @@ class StoreBarrier:
         # Without an answer, rank 0 is missing too.
         return results.get(self._key()) or self._missed([0, *self._absent(ranks)], phase)
 
-    def _missed(self, missing: list[int], phase: str) -> bytes:
+    @contextmanager
+    def _watching(self, phase: str, ranks: Sequence[int]) -> Iterator[None]:
+        """A block in which a thread ends the operation once all absent ranks have gone on to a later call."""
+        done = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(phase, ranks, done), name="accel-absent", daemon=True)
+        # Without a thread, the deadline ends the operation.
+        with suppress(RuntimeError):
+            thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+
+    def _watch(self, phase: str, ranks: Sequence[int], done: threading.Event) -> None:
+        from accel_state.watch.report import ranks_gone_on
+
+        monitor, own = protocol_state(self._process.transport).monitor, self._ranks[0]
+        before = monitor.world()
+        while monitor.always_reads and not done.wait(_LOOK_S):
+            monitor.request_stacks()
+            world = monitor.world()
+            gone = {self._ranks.index(rank) for rank in ranks_gone_on(world, own, before) if rank in self._ranks}
+            before = world
+            with suppress(StoreUnreachable):
+                if gone and gone.issuperset(absent := self._absent(ranks)) and absent and not done.is_set():
+                    self._missed(absent, phase, gone_on=True)
+                    # Rank 0 waits for all entries, so fill the missing ones.
+                    for rank in absent:
+                        self._control.compare_set(self._post(rank), _FAILURE, _REPLY_TIMEOUT_S)
+                    return
+
+    def _missed(self, missing: list[int], phase: str, gone_on: bool = False) -> bytes:
         """Publish the missing ranks, and return the valid result, which another rank may have published before."""
         named = missing[:_MAX_NAMED_RANKS]
-        failure = {"missing": named, "phase": phase, "seconds": self._deadline, "more": len(missing) > len(named)}
+        failure = {
+            "missing": named,
+            "phase": phase,
+            "seconds": self._deadline,
+            "more": len(missing) > len(named),
+            "gone on": gone_on,
+        }
         return self._control.compare_set(self._key(), _FAILURE + json.dumps(failure).encode(), _REPLY_TIMEOUT_S)
 
     def _absent(self, ranks: Sequence[int]) -> list[int]:
@@ -418,11 +468,14 @@ class StoreBarrier:
         if "missing" in failure:
             absent = [self._ranks[rank] for rank in failure["missing"]]
             missing = ", ".join(map(str, absent)) + (" and others" if failure.get("more") else "")
-            late = self._error(
-                f"{self._failed} ({failure['phase']})",
-                f"Process {missing} did not arrive within {failure['seconds']:g} s. {self._everyone()}",
-                "Check what that process does. Call this on every process, or set a longer deadline.",
-            )
+            if failure["gone on"]:
+                self.gone_on = absent
+                obstacle = f"Process {missing} has ended, or is in a later call, and cannot come."
+                remedy = "Call this on every process, not in a block for one of them."
+            else:
+                obstacle = f"Process {missing} did not arrive within {failure['seconds']:g} s."
+                remedy = "Check what that process does. Call this on every process, or set a longer deadline."
+            late = self._error(f"{self._failed} ({failure['phase']})", f"{obstacle} {self._everyone()}", remedy)
             return _following(late, absent)
         # If no rank is named, the values of the ranks differ.
         who = "" if failure["rank"] is None else f"Process {self._ranks[failure['rank']]} failed: "

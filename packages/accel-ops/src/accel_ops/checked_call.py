@@ -49,7 +49,6 @@ __all__ = (
     "recent_calls",
     "transport_of",
     "where_is_everyone",
-    "write_full_tensor",
 )
 
 LARGE: Final = 256 * 1024
@@ -210,14 +209,6 @@ def check_writable(tensor: Any) -> None:
             "Each process has a partial sum, not a part of the value.",
             "Redistribute it to Shard or Replicate first.",
         )
-
-
-def write_full_tensor(tensor: Any, value: torch.Tensor) -> None:
-    """Overwrite the local part of a writable DTensor with its part of `value`."""
-    from torch.distributed.tensor import distribute_tensor
-
-    parts = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    tensor.to_local().copy_(parts.to_local())
 
 
 class Plan:

@@ -17,8 +17,8 @@ from accel_ops.checked_call import (
     index_of,
     is_dtensor,
     transport_of,
-    write_full_tensor,
 )
+from accel_ops.dtensors import write_full_tensor
 from accel_ops.groups import Group
 from accel_ops.objects import dumps, loads
 from accel_ops.packing import PackedLayout, as_bytes, contiguous, gathered_shape

@@ -52,23 +52,26 @@ def load_state(
     project, process = session.options.project, session.process
     input_dir = session.place_to_load(input_dir, missing_ok)
     asked = "Cannot load a checkpoint." if input_dir is None else f"Cannot load the checkpoint {os.fspath(input_dir)}."
-    barrier = StoreBarrier(process, "load", asked, project.deadline, CheckpointError)
-    with ExitStack() as stack:
-        with barrier.reporting():
-            if session.saver is not None:
-                session.saver.wait()
-            found = _chosen(session, barrier, input_dir, missing_ok, stack)
-            if found is not None:
-                with found.as_named():
-                    _demand_prepared(session, found.folder)
-                    manifest = read_manifest(found.folder)
-                    facts = {} if manifest is None else manifest.facts
-                    _demand_same_window(session, found.folder, facts)
-                    _load(session, found, facts, dict(options), barrier)
-                    _follow(session, found.place, facts)
-                    _demand_undisturbed(found)
-        barrier.wait("read", last=True)
-    return None if found is None else found.place
+    for _ in range(_ATTEMPTS):
+        barrier = StoreBarrier(process, "load", asked, project.deadline, CheckpointError)
+        with ExitStack() as stack:
+            with barrier.reporting():
+                if session.saver is not None:
+                    session.saver.wait()
+                found = _chosen(session, barrier, input_dir, missing_ok, stack)
+                if found is not None:
+                    with found.as_named():
+                        _demand_prepared(session, found.folder)
+                        manifest = read_manifest(found.folder)
+                        facts = {} if manifest is None else manifest.facts
+                        _demand_same_window(session, found.folder, facts)
+                        _load(session, found, facts, dict(options), barrier)
+                        _follow(session, found.place, facts)
+            displaced = "displaced" if found is not None and _is_displaced(found) else ""
+            if not barrier.wait("read", displaced, max, last=True):
+                return None if found is None else found.place
+        logger.warning("%s was replaced by another run while it was read, and is loaded again.", input_dir)
+    raise _replaced(Path(os.fspath(input_dir or "the newest checkpoint")))
 
 
 def _load(
@@ -275,32 +278,27 @@ def _opened(barrier: StoreBarrier, folder: Path, phase: str, stack: ExitStack) -
             return _Chosen(folder if lock is None else lock.path, str(folder), lock)
         if lock is not None:
             lock.close()
-    raise CheckpointError(
-        f"Cannot load the checkpoint {folder}.",
-        f"Another run saved it again {_ATTEMPTS} times while the processes opened it.",
-        "Load it when that run does not save, or save each checkpoint under its own name.",
-    )
+    raise _replaced(folder)
 
 
 def _whether_equal(answers: Sequence[str]) -> str:
     return "equal" if len(set(answers)) == 1 else ""
 
 
-def _demand_undisturbed(chosen: _Chosen) -> None:
-    """Check after reading that one save was read, where neither a lock nor an open folder ensures it.
-
-    Raises:
-        CheckpointError: the checkpoint was replaced.
-    """
+def _is_displaced(chosen: _Chosen) -> bool:
+    """Whether another save may have been read in part, where neither a lock nor an open folder ensures one."""
     lock = chosen.lock
     if lock is None or (lock.is_locked and lock.path != lock.folder):
-        return
-    if not lock.is_committed or (lock.path == lock.folder and not lock.is_at(lock.folder)):
-        raise CheckpointError(
-            f"Cannot load the checkpoint {chosen.place}.",
-            "Another run replaced it while it was read, which cannot be prevented on this file system or system.",
-            "Load it again before training: the objects may have the states of two saves.",
-        )
+        return False
+    return not lock.is_committed or (lock.path == lock.folder and not lock.is_at(lock.folder))
+
+
+def _replaced(folder: Path) -> CheckpointError:
+    return CheckpointError(
+        f"Cannot load the checkpoint {folder}.",
+        f"Another run saved it again {_ATTEMPTS} times while the processes read it.",
+        "Load it when that run does not save, or save each checkpoint under its own name.",
+    )
 
 
 def _found(session: Session, barrier: StoreBarrier, folder: Path) -> Path | None:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from accel_ops.agreement import StoreBarrier, raise_on_any_rank
 from accel_plugins.checkpoint.finalize import Committed
-from accel_plugins.checkpoint.remote import RemoteCheckpoint, RemoteCheckpoints, Uploader, split_url
+from accel_plugins.checkpoint.remote import RemoteCheckpoint, RemoteCheckpoints, split_url
+from accel_plugins.checkpoint.uploads import Uploader
 from accel_state.errors import CheckpointError, Conflict
 
 if TYPE_CHECKING:

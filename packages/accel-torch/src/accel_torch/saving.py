@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,13 +20,17 @@ from accel_plugins.checkpoint.retention import remove_oldest
 from accel_plugins.checkpoint.state import CheckpointState, capture
 from accel_plugins.layers import strategy_model
 from accel_state.errors import CheckpointError, NotOffered, NotReady, SettingError
+from accel_state.transport.base import LocalTransport
 from accel_state.watch.record import STATUS_RECORD
 from accel_torch.folders import next_folder
 
 if TYPE_CHECKING:
+    from accel_state.current import Process
     from accel_torch.session import Session
 
 __all__ = ("save_state", "wait")
+
+logger = logging.getLogger(__name__)
 
 
 def save_state(
@@ -54,40 +59,73 @@ def save_state(
             from accel_torch.remote import refuse_local_folder
 
             refuse_local_folder(session.uploader.remote, Path(named))
-    target = Path(barrier.wait("ready", named))
-    finalizer = CheckpointFinalizer(project.fsync)
+    saving = _Save(session, session.process, barrier, CheckpointFinalizer(project.fsync))
+    try:
+        target = Path(barrier.wait("ready", named, looks=True))
+    except CheckpointError as error:
+        saving, target = _alone(saving, error), Path(named)
     if async_save:
-        _save_copy(session, target, finalizer, barrier, safe_serialization)
+        _save_copy(saving, target, safe_serialization)
     else:
-        with _staging(session, target, finalizer, barrier) as folder:
-            _take(session, folder).write(
+        with _staging(saving, target) as folder:
+            _take(saving, folder).write(
                 folder,
                 session.strategy,
                 safe_serialization=safe_serialization,
-                written=finalizer.begin,
+                written=saving.finalizer.begin,
                 model_options=options,
             )
-        _after_commit(session, target, finalizer)
+        _after_commit(saving, target)
     if project.automatic_checkpoint_naming:
         project.iteration += 1
     return str(target)
 
 
-def _staging(
-    session: Session,
-    target: Path,
-    finalizer: CheckpointFinalizer,
-    barrier: StoreBarrier,
-) -> AbstractContextManager[Path]:
-    project = session.options.project
+class _Save(NamedTuple):
+    """One save: of which session, on which process, and who flushes and agrees."""
+
+    session: Session
+    process: Process
+    barrier: StoreBarrier
+    finalizer: CheckpointFinalizer
+
+
+def _alone(saving: _Save, error: CheckpointError) -> _Save:
+    """The save of the main process without the others, where scripts call `save_state` only there.
+
+    Raises:
+        CheckpointError: `error`, unless all others have gone on without calling it and this process has all weights.
+    """
+    session, process = saving.session, saving.process
+    others = len(saving.barrier.gone_on)
+    whole = not session.strategy.capabilities.collective_save and session.uploader is None
+    if process.rank or others < process.world_size - 1 or not whole:
+        raise error
+    logger.warning(
+        "Only the main process calls save_state(), and the others are in a later call. This checkpoint has the random "
+        "states of this process alone. Call save_state() on every process, without a condition.",
+    )
+    transport = LocalTransport(process.device)
+    topology = process.topology._replace(world_size=1, local_world_size=1)
+    alone = process._replace(transport=transport, topology=topology)
+    failed, project = "Cannot save a checkpoint.", session.options.project
+    barrier = StoreBarrier(alone, "save", failed, project.deadline, CheckpointError)
+    return saving._replace(process=alone, barrier=barrier)
+
+
+def _staging(saving: _Save, target: Path) -> AbstractContextManager[Path]:
+    session, project = saving.session, saving.session.options.project
+    facts = _facts(session)
+    if saving.process is not session.process:
+        facts["alone"] = True
     return staging(
         target,
-        session.process,
-        facts=_facts(session),
+        saving.process,
+        facts=facts,
         fsync=project.fsync,
         deadline=project.deadline,
-        finalizer=finalizer,
-        barrier=barrier,
+        finalizer=saving.finalizer,
+        barrier=saving.barrier,
     )
 
 
@@ -147,11 +185,12 @@ def _check_window(session: Session) -> None:
         )
 
 
-def _take(session: Session, folder: Path) -> CheckpointState:
+def _take(saving: _Save, folder: Path) -> CheckpointState:
+    session = saving.session
     return capture(
         session.prepared,
         session.strategy,
-        session.process,
+        saving.process,
         folder=folder,
         step=session.accumulation.step,
         save_on_each_node=session.options.project.save_on_each_node,
@@ -160,22 +199,21 @@ def _take(session: Session, folder: Path) -> CheckpointState:
     )
 
 
-def _save_copy(
-    session: Session, target: Path, finalizer: CheckpointFinalizer, barrier: StoreBarrier, safe_serialization: bool
-) -> None:
+def _save_copy(saving: _Save, target: Path, safe_serialization: bool) -> None:
     """Copy the state, and start a thread that writes the copy."""
+    session, finalizer = saving.session, saving.finalizer
     if session.saver is None:
         session.saver = BackgroundSaver(pinned=session.process.family.spec.pins_memory)
 
     def work() -> None:
         with staged:
             copied.write(folder, session.strategy, safe_serialization=safe_serialization, written=finalizer.begin)
-        _after_commit(session, target, finalizer)
+        _after_commit(saving, target)
 
     with ExitStack() as stack:
-        folder = stack.enter_context(_staging(session, target, finalizer, barrier))
-        with barrier.reporting():
-            copied = copy_state(_take(session, folder), session.saver.buffers)
+        folder = stack.enter_context(_staging(saving, target))
+        with saving.barrier.reporting():
+            copied = copy_state(_take(saving, folder), session.saver.buffers)
         staged = stack.pop_all()
     try:
         session.saver.start(work)
@@ -185,13 +223,14 @@ def _save_copy(
             raise error
 
 
-def _after_commit(session: Session, target: Path, finalizer: CheckpointFinalizer) -> None:
+def _after_commit(saving: _Save, target: Path) -> None:
     """Upload a new checkpoint to the store, and delete the oldest ones beyond the project's limit."""
+    session = saving.session
     project = session.options.project
     if session.uploader is not None:
         from accel_torch.remote import upload
 
-        upload(session, target, finalizer.committed)
+        upload(session, target, saving.finalizer.committed)
     limit, period = project.retention
     if limit is not None and session.state.process_index == 0:
         remove_oldest(target.parent, limit, period)

@@ -17,7 +17,7 @@ from accel_torch.hooks import Folder, Hooks
 if TYPE_CHECKING:
     from accel_plugins.checkpoint.background import BackgroundSaver
     from accel_plugins.checkpoint.boundaries import ContinuousSaver, Preemption
-    from accel_plugins.checkpoint.remote import Uploader
+    from accel_plugins.checkpoint.uploads import Uploader
     from accel_plugins.manifest import Manifest
     from accel_plugins.precision.base import Precision
     from accel_plugins.transform import Transform

@@ -1,9 +1,8 @@
-"""Weight files without torch: their names, the index that lists them, and where weights are in a file."""
+"""Weight files without torch: their names and the index that lists them."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from accel_state.errors import CheckpointError
-from accel_state.untrusted import dict_of, open_regular, path_inside, printable, read_json, record, text
+from accel_state.untrusted import dict_of, path_inside, printable, read_json, record, text
 
 __all__ = (
     "MODEL_NAME",
@@ -29,7 +28,6 @@ __all__ = (
     "read_index",
     "shard_name",
     "shard_pattern",
-    "tensor_ranges",
     "weights_name",
 )
 
@@ -139,41 +137,3 @@ def _bad_index(path: Path, obstacle: str) -> CheckpointError:
         printable(obstacle),
         "Download the index and all of its files again into one folder.",
     )
-
-
-def tensor_ranges(path: Path) -> dict[str, tuple[int, int]]:
-    """The first byte of each weight of a safetensors file and the byte after its last one, in the order of the file.
-
-    Raises:
-        CheckpointError: the file is missing or damaged.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    sizes: dict[str, int] = {}
-    try:
-        open_regular(path).close()
-        with safe_open(path, framework="numpy") as file:
-            for name in file.offset_keys():
-                entry = file.get_slice(name)
-                sizes[name] = math.prod(entry.get_shape()) * _bits(entry.get_dtype()) // 8
-        end = path.stat().st_size
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"Cannot read the weights in {str(path)!r}.",
-            printable(f"{type(error).__name__}: {error}"),
-            "The file is damaged or not a safetensors file: download it again, or load an older checkpoint.",
-        ) from error
-    # The weights are the end of the file, without a gap.
-    begin = end - sum(sizes.values())
-    ranges: dict[str, tuple[int, int]] = {}
-    for name, size in sizes.items():
-        if size:
-            ranges[name] = begin, begin + size
-        begin += size
-    return ranges
-
-
-def _bits(dtype: str) -> int:
-    """Bits of an element of a dtype that is named as in the format, such as "BF16" and "F8_E4M3"."""
-    number = re.search(r"\d+", dtype)
-    return 8 if number is None else int(number[0])

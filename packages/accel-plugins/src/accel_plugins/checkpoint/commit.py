@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Final
 from accel_ops.agreement import StoreBarrier
 from accel_plugins.checkpoint.files import MANIFEST_NAME, fsync_path, shards_of, walk
 from accel_plugins.checkpoint.finalize import CheckpointFinalizer, Committed
-from accel_plugins.checkpoint.foreign_files import ForeignFiles
+from accel_plugins.checkpoint.foreign_files import ForeignFiles, take_owner
 from accel_plugins.checkpoint.locks import FolderLock
 from accel_plugins.checkpoint.recovery import (
     erase,
@@ -246,11 +246,9 @@ def _created(path: Path) -> FolderLock:
 
 def _take_owner_and_mode(old: Path, new: Path) -> None:
     """Give the new folder the same owner and permissions, as far as this user may."""
-    status = old.stat()
-    with suppress(OSError, AttributeError):
-        os.chown(new, status.st_uid, status.st_gid)
+    take_owner(old, new)
     with suppress(OSError):
-        new.chmod(stat.S_IMODE(status.st_mode) | stat.S_IRWXU)
+        new.chmod(stat.S_IMODE(old.stat().st_mode) | stat.S_IRWXU)
 
 
 def _make_lasting(folder: Path) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
-import queue
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -83,17 +82,12 @@ class CheckpointFinalizer:
             CheckpointError: reading or flushing a file failed.
         """
         try:
-            paths = self._hashes.paths
-            found = self._hashes.results(paths)
-            self._flushes.results(paths)
+            hashed = self._hashes.results()
+            self._flushes.results()
         except OSError as error:
             raise _incomplete(folder, error) from error
-        told = {}
-        for path in paths:
-            stamp, record = self._hashes.stamp(path), found[path]
-            if stamp is not None:
-                told[path.relative_to(folder).as_posix()] = [astuple(stamp), record.xxh3_128, record.ranges]
-        return json.dumps(told)
+        names = {path.relative_to(folder).as_posix(): result for path, result in hashed.items()}
+        return json.dumps({name: [astuple(stamp), record.xxh3_128] for name, (stamp, record) in names.items()})
 
     def adopt(self, folder: Path, told: Sequence[str]) -> str:
         """Use the processes' reports about files that have the same size and time here; needs no communication.
@@ -101,12 +95,11 @@ class CheckpointFinalizer:
         Files that no process has hashed, or that changed later, are hashed here.
         """
         for text in filter(None, told):
-            for name, (stamp, digest, ranges) in json.loads(text).items():
+            for name, (stamp, digest) in json.loads(text).items():
                 path = folder / name
                 with suppress(OSError):
                     if _Stamp(*stamp) == _Stamp.of(path):
-                        ends = {int(end): part for end, part in ranges.items()}
-                        self._hashes.know(path, _Stamp(*stamp), FileRecord(stamp[0], digest, ends))
+                        self._hashes.know(path, _Stamp(*stamp), FileRecord(stamp[0], digest))
                         self._flushes.know(path, _Stamp(*stamp), True)
         return ""
 
@@ -129,9 +122,9 @@ class CheckpointFinalizer:
             inner = {path.parent for path in paths} - {folder}
             for path in inner if self._fsync else ():
                 self._flushes.add(path)
-            found = self._hashes.results(paths)
+            hashed = self._hashes.results(paths)
             self._flushes.results([*paths, *inner])
-            records: dict[str, FileRecord] = {path.relative_to(folder).as_posix(): found[path] for path in paths}
+            records: dict[str, FileRecord] = {path.relative_to(folder).as_posix(): hashed[path][1] for path in paths}
             versions = {name: version for name in _LIBRARIES if (version := installed_version(name)) is not None}
             manifest = CheckpointManifest(records, dict(facts or {}), versions, time.time())
             lock.commit(manifest.text(), fsync=self._fsync)
@@ -155,80 +148,52 @@ def _incomplete(folder: Path, error: OSError) -> CheckpointError:
     )
 
 
-@dataclass
 class _Worker:
     """Threads that apply a function to each path; a file that changes later is processed again.
 
-    Python 3.12 and newer cannot start threads while the program ends; the saving thread then does the work itself.
+    Args:
+        work: the function.
+        threads: maximum number of threads.
     """
 
-    work: Any
-    threads: int = 1
-    _waiting: queue.SimpleQueue[Path | None] = field(default_factory=queue.SimpleQueue)
-    _asked: dict[Path, _Stamp] = field(default_factory=dict)
-    _done: dict[Path, Any] = field(default_factory=dict)
-    _started: list[threading.Thread] = field(default_factory=list)
+    def __init__(self, work: Callable[[Path], Any], threads: int = 1) -> None:
+        self._work, self._pool = work, ThreadPoolExecutor(threads, "accel-finalize")
+        self._jobs: dict[Path, tuple[_Stamp, Future[Any]]] = {}
 
     def add(self, path: Path) -> None:
         stamp = _Stamp.of(path)
-        if self._asked.get(path) == stamp:
-            return
-        self._asked[path] = stamp
-        if self._has_thread():
-            self._waiting.put(path)
-        else:
-            self._do(path)
+        if path not in self._jobs or self._jobs[path][0] != stamp:
+            self._jobs[path] = stamp, self._started(path)
 
-    def know(self, path: Path, stamp: _Stamp, found: Any) -> None:
-        """Add the results of another process."""
-        self._asked[path], self._done[path] = stamp, found
-
-    @property
-    def paths(self) -> list[Path]:
-        """All submitted paths."""
-        return list(self._asked)
-
-    def stamp(self, path: Path) -> _Stamp | None:
-        """The size and time of a file when it was last submitted."""
-        return self._asked.get(path)
-
-    def _has_thread(self) -> bool:
-        """Start one more thread, up to the maximum; return False if there is no thread."""
-        if len(self._started) < min(self.threads, len(self._asked)):
-            thread = threading.Thread(target=self._run, name="accel-finalize", daemon=True)
-            with suppress(RuntimeError):
-                thread.start()
-                self._started.append(thread)
-        return bool(self._started)
-
-    def _run(self) -> None:
-        while (path := self._waiting.get()) is not None:
-            self._do(path)
-
-    def _do(self, path: Path) -> None:
+    def _started(self, path: Path) -> Future[Any]:
         try:
-            self._done[path] = self.work(path)
-        except Exception as error:  # raised again in `results`
-            self._done[path] = error
+            return self._pool.submit(self._work, path)
+        except RuntimeError:
+            # Python 3.12 and newer cannot start threads while the program ends.
+            job = Future[Any]()
+            try:
+                job.set_result(self._work(path))
+            except Exception as error:
+                job.set_exception(error)
+            return job
 
-    def results(self, paths: list[Path]) -> dict[Path, Any]:
-        """Wait for all paths and return the results.
+    def know(self, path: Path, stamp: _Stamp, result: Any) -> None:
+        """Add a result of another process."""
+        job = Future[Any]()
+        job.set_result(result)
+        self._jobs[path] = stamp, job
+
+    def results(self, paths: Iterable[Path] | None = None) -> dict[Path, tuple[_Stamp, Any]]:
+        """Wait for some paths, or all; return the size and time of each when it was submitted, and the result.
 
         Raises:
-            Exception: the first error of a thread.
+            Exception: the first error of the function.
         """
-        self.close()
-        for path in paths:
-            if isinstance(self._done.get(path), Exception):
-                raise self._done[path]
-        return self._done
+        jobs = self._jobs if paths is None else {path: self._jobs[path] for path in paths if path in self._jobs}
+        return {path: (stamp, job.result()) for path, (stamp, job) in jobs.items()}
 
     def close(self) -> None:
-        for _ in self._started:
-            self._waiting.put(None)
-        for thread in self._started:
-            thread.join()
-        self._started.clear()
+        self._pool.shutdown()
 
 
 def _flushed(path: Path) -> bool:

@@ -14,7 +14,7 @@ from accel_plugins.checkpoint.locks import PARTIAL_NAME
 from accel_plugins.checkpoint.manifest import read_manifest
 from accel_state.errors import CheckpointError
 
-__all__ = ("ForeignFiles",)
+__all__ = ("ForeignFiles", "take_owner")
 
 
 class ForeignFiles:
@@ -84,9 +84,17 @@ class ForeignFiles:
             return set()
         changed = self._with_folders(folder.parent)
         folder.mkdir(exist_ok=True)
+        take_owner(self._old / folder.relative_to(self._new), folder)
         with suppress(OSError):
             shutil.copystat(self._old / folder.relative_to(self._new), folder)
         return changed | {folder.parent}
+
+
+def take_owner(old: Path, new: Path) -> None:
+    """Give a file or folder the owner and the group of another one, as far as this user may."""
+    with suppress(OSError, AttributeError):
+        status = old.lstat()
+        os.chown(new, status.st_uid, status.st_gid, follow_symlinks=False)
 
 
 def _link(source: Path, target: Path, fsync: bool) -> None:
@@ -95,5 +103,6 @@ def _link(source: Path, target: Path, fsync: bool) -> None:
         os.link(source, target, follow_symlinks=False)
     except OSError:
         shutil.copy2(source, target, follow_symlinks=False)
+        take_owner(source, target)
         if fsync and not target.is_symlink():
             fsync_path(target)

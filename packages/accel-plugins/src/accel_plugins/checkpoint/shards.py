@@ -1,7 +1,10 @@
-"""Folders of shards of `torch.distributed.checkpoint`: read by all processes together, or completely by one.
+"""Folders of shards, written and read by `torch.distributed.checkpoint` with its planners.
 
-torch reads their `.metadata`, and values that are not tensors, with pickle. Here `.metadata` may use only the classes
-that describe tensors and their positions, and values are read as plain data.
+Each process writes its shards, and of what several processes hold, one of them writes it. A folder can be read on
+another number of processes and with other placements, or completely by one process.
+
+torch reads `.metadata`, and values that are not tensors, with pickle. Here `.metadata` may use only the classes that
+describe tensors (`checkpoint.shard_metadata`), and values are read as plain data.
 """
 
 from __future__ import annotations
@@ -12,154 +15,199 @@ import math
 import mmap
 import os
 import warnings
-from collections import OrderedDict
-from collections.abc import Mapping
-from functools import cache
-from importlib import import_module
-from io import BufferedReader
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from accel_bigmodel.failed_load import LoadGuard
 from accel_bigmodel.tied import memory_of
 from accel_bigmodel.weight_files.reading import TensorRecord, record_of_tensor
-from accel_ops.restricted_pickle import load_restricted
+from accel_ops.dtensors import local_chunks
 from accel_plugins.checkpoint import pickled
-from accel_plugins.checkpoint.files import walk
+from accel_plugins.checkpoint.files import FlushedWhileWritten, walk
+from accel_plugins.checkpoint.shard_metadata import read_metadata
 from accel_state.errors import AccelError, CheckpointError
 from accel_state.untrusted import open_regular
 
 __all__ = (
+    "PortableWriter",
+    "SavePlans",
     "check_objects",
     "names_in",
-    "names_in_metadata",
     "read_into",
-    "read_metadata",
     "read_whole",
+    "write_shards",
 )
 
-_METADATA: Final = "torch.distributed.checkpoint.metadata"
-_FILES: Final = "torch.distributed.checkpoint.filesystem"
-_PLANS: Final = "torch.distributed.checkpoint.planner"
+_BUFFER: Final = 1 << 18
 
-_CLASSES: Final = {
-    **dict.fromkeys(
-        (
-            "Metadata",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "TensorProperties",
-            "ChunkStorageMetadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        ),
-        _METADATA,
-    ),
-    **dict.fromkeys(("_StorageInfo", "_StoragePrefix"), _FILES),
-    **dict.fromkeys(("SavePlan", "WriteItem", "WriteItemType", "BytesIOWriteData", "TensorWriteData"), _PLANS),
-}
+# ---------------------------------------------------------------------- writing
 
 
-class _Properties(TensorProperties):
-    """The properties of a tensor as any torch writes them."""
+class PortableWriter(FileSystemWriter):
+    """Stores the paths of shards as strings, because another system or Python may not be able to read a pickled path.
 
-    def __setstate__(self, state: Any) -> None:
-        # torch 2.15 added the strides, and reads files of older versions, which cannot read its six properties.
-        if len(state) > len(dataclasses.fields(TensorProperties)):
-            raise ValueError("a newer torch wrote it: install torch 2.15 or newer")
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.__class__ = TensorProperties  # type: ignore[assignment]
-
-
-@cache
-def names_in_metadata() -> Mapping[tuple[str, str], Any]:
-    """What descriptions of tensors consist of."""
-    own = {(module, name): getattr(import_module(module), name) for name, module in _CLASSES.items()}
-    dtypes = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-    # The second is that of Python 3.13.
-    paths = {(module, "PosixPath"): PurePosixPath for module in ("pathlib", "pathlib._local")}
-    windows = {(module, "WindowsPath"): PurePosixPath for module in ("pathlib", "pathlib._local")}
-    plain = {("collections", "OrderedDict"): OrderedDict, ("torch", "Size"): torch.Size, ("builtins", "set"): set}
-    own[_METADATA, "TensorProperties"] = _Properties
-    return {**own, **dtypes, **paths, **windows, **plain, ("torch.serialization", "_get_layout"): _layout}
-
-
-def _layout(name: str) -> torch.layout:
-    found = getattr(torch, name.removeprefix("torch."))
-    if not isinstance(found, torch.layout):
-        raise ValueError(f"{name} is not a layout")
-    return found
-
-
-def _demand_description(described: Any) -> None:
-    """Raise unless everything that describes tensors has all its fields."""
-    _demand_whole(described, Metadata)
-    for one in described.state_dict_metadata.values():
-        _demand_whole(one, (TensorStorageMetadata, BytesStorageMetadata))
-        if isinstance(one, TensorStorageMetadata):
-            _demand_whole(one.properties, TensorProperties)
-            for chunk in one.chunks:
-                _demand_whole(chunk, ChunkStorageMetadata)
-    for index, place in (described.storage_data or {}).items():
-        _demand_whole(index, MetadataIndex)
-        _demand_whole(place, _StorageInfo)
-
-
-def _demand_whole(item: Any, kind: Any) -> None:
-    if not isinstance(item, kind) or not all(hasattr(item, field.name) for field in dataclasses.fields(item)):
-        raise ValueError("it is not a description of tensors")
-
-
-def read_metadata(path: Path) -> Metadata:
-    """Read a `.metadata` file that contains only descriptions of tensors.
+    Files are not flushed here: `checkpoint.commit` flushes them while the next ones are being written.
 
     Args:
-        path: the file.
+        target: the folder of shards.
+    """
+
+    def __init__(self, target: Path) -> None:
+        super().__init__(target, sync_files=False)
+        self.fs = _EarlyFlush()
+
+    def storage_meta(self) -> StorageMeta | None:
+        """The content of `.metadata` besides the tensors."""
+        meta = super().storage_meta()
+        if meta is not None:
+            meta.checkpoint_id = str(meta.checkpoint_id)
+        return meta
+
+
+class _EarlyFlush(FileSystem):
+    """Starts the writeback of a file while it is being written."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """An open file."""
+        with FlushedWhileWritten(path, mode) as raw, io.BufferedWriter(raw, _BUFFER) as stream:
+            yield stream
+
+
+class SavePlans:
+    """The plans of the last save of one object, with which the next save of the same layout needs no planning.
+
+    torch keeps plans in the class `SavePlanner`, by a key that is the same for all planners of a class.
+    """
+
+    _numbers = count()
+
+    def __init__(self) -> None:
+        self.key: Final = f"accel-{next(self._numbers)}"
+        self._dtypes: dict[str, torch.dtype] = {}
+
+    def follow(self, state: Mapping[str, Any]) -> None:
+        """Discard the plans if tensors have other dtypes than in the last save, which torch does not compare."""
+        dtypes = {name: value.dtype for name, value in state.items() if isinstance(value, Tensor)}
+        if dtypes != self._dtypes:
+            self.forget()
+            self._dtypes = dtypes
+
+    def forget(self) -> None:
+        """Discard the plans."""
+        for name, cache in vars(SavePlanner).items():
+            if name.startswith("_cached_"):
+                cache.pop(self.key, None)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """torch's planner with a cache for each object, for shards that consist of several chunks.
+
+    Args:
+        plans: the plans of the last save of the object.
+    """
+
+    def __init__(self, plans: SavePlans) -> None:
+        super().__init__(enable_plan_caching=True)
+        self._plans, self._cached_plans_key = plans, plans.key
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Plan for a state."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self._plans.follow(self.state_dict)
+        self.state_dict = _in_chunks(self.state_dict)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """The items that each process writes, and the metadata; on the first process."""
+        if self._plans.key not in SavePlanner._cached_all_plans and not all(plan.usable for plan in all_plans):
+            # torch would take the empty plans for plans of nothing.
+            raise ValueError("some processes sent an empty plan, but this process has no plans of an earlier save")
+        return super().create_global_plan(all_plans)
+
+
+def _in_chunks(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with several chunks for each shard that is not contiguous in the full tensor; torch assumes one."""
+    return {name: _with_chunks(value) if isinstance(value, DTensor) else value for name, value in state.items()}
+
+
+def _with_chunks(tensor: DTensor) -> DTensor:
+    if not any(hasattr(placement, "split_factor") for placement in tensor.placements):
+        return tensor
+    held = local_chunks(tensor)
+    local: Any = LocalShardsWrapper([chunk.local for chunk in held], [chunk.offsets for chunk in held])
+    constructed: Any = DTensor
+    described: DTensor = constructed(local, tensor._spec, requires_grad=False)
+    return described
+
+
+def write_shards(state: dict[str, Any], target: Path, plans: SavePlans, group: Any = None) -> None:
+    """Write the shards of a state; called on every process.
+
+    Args:
+        state: nested containers with tensors that are sharded or equal on all processes.
+        target: the folder of shards.
+        plans: the plans of the last save of this state.
+        group: a separate process group for planning, with a backend that supports CPU tensors.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or contains anything else.
+        CheckpointError: this or another process cannot write.
     """
+    alone = not torch.distributed.is_initialized()
     try:
-        with BufferedReader(open_regular(path)) as file:
-            content = file.read()
-        described: Metadata = load_restricted(content, names_in_metadata())
-        _demand_description(described)
-        for place in (described.storage_data or {}).values():
-            if place.relative_path in ("", ".", "..") or set(place.relative_path) & set("/\\:\0"):
-                raise ValueError(f"it names the file {place.relative_path!r}, which leads out of the folder")
-            if getattr(place, "transform_descriptors", None):
-                raise ValueError("its files are compressed, or changed by an extension")
-        return described
-    except FileNotFoundError:
+        with _without_remarks():
+            save(
+                state,
+                storage_writer=PortableWriter(target),
+                planner=_SavePlanner(plans),
+                process_group=group,
+                no_dist=alone,
+            )
+    except BaseException as error:
+        # Other processes may not have the same plans.
+        plans.forget()
+        if not isinstance(error, (Exception, CheckpointException)):
+            raise
         raise CheckpointError(
-            f"Cannot load the shards in {path.parent}.",
-            f"{path.name} is not there.",
-            "The folder is incomplete: load an older checkpoint.",
-        ) from None
-    except Exception as error:  # a damaged pickle can make its reader raise any error
-        raise CheckpointError(
-            f"Cannot load the shards in {path.parent}.",
-            f"{path.name} is damaged or contains more than descriptions of tensors: {error}",
-            "Load an older checkpoint that you trust.",
+            f"Cannot save the shards in {target}.",
+            _first_reason(error),
+            "Check the free space and the permissions of the folder.",
         ) from error
+
+
+@contextmanager
+def _without_remarks() -> Iterator[None]:
+    """A block without torch's warning that only this process reads or writes, which is intended."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
+
+
+def _first_reason(error: BaseException) -> str:
+    """The first line of an error; of those of several processes, the first one's."""
+    failures: Mapping[int, Any] = getattr(error, "failures", {})
+    for rank, (cause, _) in failures.items():
+        return f"Process {rank} failed: {type(cause).__name__}: {cause}"
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# ---------------------------------------------------------------------- reading
 
 
 class _Record(io.RawIOBase):
@@ -280,8 +328,15 @@ def _record(file: Any, place: Any) -> io.BufferedReader:
     return io.BufferedReader(_Record(file, place.offset, place.length), 512)
 
 
-class _PlainLoadPlanner(DefaultLoadPlanner):
-    """Raises for values in the folder that are more than plain data."""
+class _LoadPlanner(DefaultLoadPlanner):
+    """torch's planner for shards that consist of several chunks, and for values that are only plain data."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Plan for a state."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        self.state_dict = _in_chunks(self.state_dict)
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         # torch would unpickle it without restrictions, so it gets what was read with them.
@@ -308,10 +363,8 @@ def read_into(state: dict[str, Any], source: Path, *, alone: bool = False, guard
     _demand_regular(source)
     reader = _PlainReader(source, guard)
     try:
-        with warnings.catch_warnings():
-            # Only this process reads, intentionally.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            load(state, storage_reader=reader, planner=_PlainLoadPlanner(), no_dist=alone)
+        with _without_remarks():
+            load(state, storage_reader=reader, planner=_LoadPlanner(), no_dist=alone)
     except AccelError:
         raise
     except (Exception, CheckpointException) as error:  # a damaged file can make its reader raise any error

@@ -385,7 +385,9 @@ def load_folder(
         *_custom_states(source, contents.custom, trusted, "custom" in allow_missing),
     ]
     extra = _read_extra_state(source, contents, strategy, process, "extra_state" in allow_missing)
-    step, generators = _random_states(source, process, "random_states" in allow_missing)
+    # A script may call `save_state` on the main process only; the original then warns about the missing states too.
+    alone = bool((facts or {}).get("alone"))
+    step, generators = _random_states(source, process, alone or "random_states" in allow_missing)
     checked()
     for index, model in zip(places, models, strict=True):
         with _fitting(source, model):

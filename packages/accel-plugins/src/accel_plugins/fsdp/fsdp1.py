@@ -19,6 +19,7 @@ from accel_plugins.bundle import Bundle
 from accel_plugins.fsdp import weights
 from accel_plugins.fsdp.sharded import ShardedStrategy
 from accel_plugins.fsdp.sharding import ignored_parameters, shard_groups
+from accel_plugins.layers import is_compiled_module
 from accel_plugins.manifest import Axis
 from accel_plugins.matrix_optimizers import refuse_matrix_optimizers
 from accel_plugins.mesh import submesh
@@ -133,6 +134,12 @@ class FSDP1Strategy(ShardedStrategy):
         return bundle
 
     def _shard(self, model: Module) -> Module:
+        if is_compiled_module(model):
+            # Around the compiled module, torch's wrapper would name parameters `_orig_mod...` in all state dicts.
+            compiled: Any = model
+            sharded = self._shard(compiled._orig_mod)
+            sharded._compiled_call_impl = compiled.dynamo_ctx(sharded._call_impl)
+            return sharded
         config = self.config
         if config.sync_module_states or config.cpu_ram_efficient_loading:
             weights.send_from_first(model, self.context.process.device)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from accel_plugins.blocks import repeated_blocks
 from accel_plugins.bundle import Bundle
-from accel_plugins.checkpoint.sharded_save import SavePlans
+from accel_plugins.checkpoint.shards import SavePlans
 from accel_plugins.context import Context
 from accel_plugins.fsdp import weights
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
@@ -107,7 +107,7 @@ class ShardedStrategy(AveragingStrategy):
     def names_of_ignored(self, model: Module) -> set[str]:
         """Names of the parameters that are not sharded, before sharding renames submodules."""
         ignored = ignored_parameters(model, self.config)
-        return {name for name, parameter in model.named_parameters() if parameter in ignored}
+        return {canonical_name(name) for name, parameter in model.named_parameters() if parameter in ignored}
 
     def average_ignored(self, model: Module, names: Collection[str]) -> None:
         """Average the gradients of parameters of a sharded model that are not sharded."""
@@ -128,7 +128,8 @@ class ShardedStrategy(AveragingStrategy):
 
     def record(self, bundle: Bundle, ties: Iterable[list[list[str]]]) -> None:
         """Record the sharded models of a bundle with their ties, and the model of each of its optimizers."""
-        self._ties.update(zip(bundle.models, ties, strict=True))
+        named = [[[canonical_name(name) for name in names] for names in groups] for groups in ties]
+        self._ties.update(zip(bundle.models, named, strict=True))
         self._sharded.update(bundle.models)
         for optimizer in bundle.optimizers:
             self._owners[optimizer] = owner(optimizer, list(self._sharded))
@@ -217,6 +218,8 @@ class ShardedStrategy(AveragingStrategy):
             self._owners.pop(inner_optimizer(optimizer), None)
 
     def close(self) -> None:
+        for plans in self._save_plans.values():
+            plans.forget()
         self._save_plans.clear()
         group, self._saving_group = self._saving_group, None
         if group is not None and torch.distributed.is_initialized():

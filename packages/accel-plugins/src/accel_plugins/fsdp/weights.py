@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -32,9 +32,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from accel_bigmodel.failed_load import load_guard
-from accel_bigmodel.load import holds_sharded_weights, load_checkpoint_in_model, on_one_device
+from accel_bigmodel.load import holds_sharded_weights, load_checkpoint_in_model
 from accel_bigmodel.weight_files import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, load_weights_file, save_weights_file
-from accel_ops.checked_call import write_full_tensor
+from accel_ops.dtensors import write_full_tensor
+from accel_ops.objects import broadcast_object_list
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.files import (
     FSDP_MODEL_NAME,
@@ -44,8 +45,7 @@ from accel_plugins.checkpoint.files import (
     shards_name,
     weights_name,
 )
-from accel_plugins.checkpoint.sharded_save import SavePlans, write_shards
-from accel_plugins.checkpoint.shards import names_in, read_into, read_whole
+from accel_plugins.checkpoint.shards import SavePlans, names_in, read_into, read_whole, write_shards
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.sharding import is_built_in_shards
 from accel_plugins.manifest import ObjectKind
@@ -118,8 +118,11 @@ def to_device(model: Module, device: torch.device, initialise: Callable[[Module]
         for module in list(model.modules()):
             if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
                 initialise(module)
-    if not any(tensor.is_meta for _, tensor in _tensors(model)):
-        model.to(device)
+    tensors = [tensor for _, tensor in _tensors(model)]
+    if not any(tensor.is_meta for tensor in tensors):
+        # Where torch moves DTensors, it exchanges objects, which fails if something holds a weak reference to one.
+        if any(tensor.device != device for tensor in tensors):
+            model.to(device)
         return
     with preserved_ties(model):
         model.to_empty(device=device)
@@ -190,23 +193,36 @@ def _send(tensor: Tensor, device: torch.device, group: torch.distributed.Process
 
 
 def distribute(model: Module, source: Mapping[str, Tensor]) -> None:
-    """Send every process its shards of the first process's weights, and the buffers."""
+    """Send every process its shards of the first process's weights, and the buffers, one full tensor at a time.
+
+    Raises:
+        CheckpointError: the first process does not have the weights of the model.
+    """
     reshard(model)
-    persistent = set(model.state_dict())
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
-    with on_one_device(model):
-        set_model_state_dict(
-            model, {name: value for name, value in source.items() if name in persistent}, options=options
-        )
-    for name, buffer in model.named_buffers():
-        if name not in persistent:
-            _broadcast(buffer, source.get(name))
+    device = current.process().device
+    buffers = {canonical_name(name): buffer for name, buffer in model.named_buffers()}
+    targets = {**buffers, **get_model_state_dict(model)}
+    values = {canonical_name(name): value for name, value in source.items()}
+    (sent,) = broadcast_object_list([sorted(values)])
+    # Not all buffers are part of a state dict.
+    _check_names(model, dict.fromkeys(name for name in sent if name not in buffers), ignored=buffers)
+    for name, target in targets.items():
+        if name not in sent or not isinstance(target, Tensor):
+            continue
+        full = torch.empty(target.shape, dtype=target.dtype, device=device)
+        if name in values:
+            full.copy_(values[name])
+        torch.distributed.broadcast(full, src=0)
+        put_full(target, full)
 
 
-def _broadcast(buffer: Tensor, value: Tensor | None) -> None:
-    if value is not None:
-        buffer.copy_(value)
-    torch.distributed.broadcast(buffer, src=0)
+def put_full(target: Tensor, value: Tensor) -> None:
+    """Overwrite a tensor, or this process's shard of it, by the full tensor `value`."""
+    if isinstance(target, DTensor):
+        write_full_tensor(target, value)
+    else:
+        with torch.no_grad():
+            target.copy_(value)
 
 
 def reshard(model: Module) -> None:
@@ -217,7 +233,7 @@ def reshard(model: Module) -> None:
 
 
 def put_full_weights(model: Module, weights: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Load full weights, which every process has, into a sharded model.
+    """Load full weights, which every process has, into a sharded model; needs no communication with FSDP 2.
 
     Raises:
         CheckpointError: names or shapes do not agree.
@@ -226,9 +242,12 @@ def put_full_weights(model: Module, weights: Mapping[str, Any], *, strict: bool 
     if strict:
         _check_names(model, weights)
     try:
-        with on_one_device(model):
+        if holds_sharded_weights(model):
+            shards = get_model_state_dict(model)
+            put_model(model, {**shards, **_cut(weights, shards)}, strict=strict)
+        else:
             set_model_state_dict(model, dict(weights), options=StateDictOptions(full_state_dict=True, strict=strict))
-    except (RuntimeError, KeyError) as error:
+    except (RuntimeError, KeyError, ValueError) as error:
         raise CheckpointError(
             f"Cannot load weights into {type(model).__name__}.",
             str(error),
@@ -236,9 +255,29 @@ def put_full_weights(model: Module, weights: Mapping[str, Any], *, strict: bool 
         ) from error
 
 
-def _check_names(model: Module, weights: Mapping[str, Any]) -> None:
+def _cut(weights: Mapping[str, Any], shards: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights of known names; full ones are written to the shards, whose shapes must agree.
+
+    torch's own functions let the first process scatter full tensors, and fail where a dimension does not divide.
+    """
+    wrong = [
+        f"{name} has shape {tuple(value.shape)} and not {tuple(shards[name].shape)}"
+        for name, value in weights.items()
+        if isinstance(shards.get(name), Tensor) and value.shape != shards[name].shape
+    ]
+    if wrong:
+        raise ValueError(f"{'; '.join(wrong[:3])}.")
+    cut = {name: value for name, value in weights.items() if name in shards}
+    for name, shard in shards.items():
+        if isinstance(shard, DTensor) and name in cut:
+            write_full_tensor(shard, cut[name])
+            cut[name] = shard
+    return cut
+
+
+def _check_names(model: Module, weights: Mapping[str, Any], ignored: Collection[str] = ()) -> None:
     """Raise on every process if names do not agree; torch raises on the first only."""
-    names = set(get_model_state_dict(model))
+    names = get_model_state_dict(model).keys() - set(ignored)
     missing, unexpected = sorted(names - weights.keys()), sorted(weights.keys() - names)
     if missing or unexpected:
         raise CheckpointError(
@@ -387,7 +426,7 @@ def put_optimizer(model: Module, optimizer: Optimizer, state: dict[str, Any], *,
     if not state["state"]:
         restart(optimizer, state)
         return
-    if full and len({parameter.device.type for parameter in model.parameters()}) > 1:
+    if full and holds_sharded_weights(model):
         state, full = {**state, "state": _divided(model, state["state"])}, False
     # A parameter that had no gradient before the save has no state, and starts afresh.
     options = StateDictOptions(full_state_dict=full, strict=False)
@@ -409,7 +448,7 @@ def _leave_out_unsaved(state: dict[str, Any], saved: Sequence[str]) -> None:
 
 
 def _divided(model: Module, states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Full optimizer states by parameter names as states of shards; torch divides only those on one device."""
+    """Full optimizer states by parameter names as states of shards; see `_cut`."""
     parameters = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
 
     def divided(value: Any, parameter: Tensor | None) -> Any:

@@ -180,6 +180,8 @@ _BETWEEN: Final = ("torch._ops", "torch.utils._contextlib", "torch._tensor")
 _WAITING: Final = ("torch.distributed.", "torch.nn.parallel.distributed.")
 """Modules that exchange data with other processes, with a dot behind each name."""
 
+_AUTOGRAD: Final = "torch.autograd"
+
 _FILES: Final = "torch.distributed.checkpoint"
 """A part of torch.distributed that waits for files."""
 
@@ -194,11 +196,13 @@ class UserFrame(NamedTuple):
         location: the innermost line of the user's code.
         inside: the library function that was called there; empty when there is none.
         waits_for_others: whether that function is a collective of torch, or something of torch that contains one.
+        in_backward: whether that is a backward pass, which also computes.
     """
 
     location: Location
     inside: str
     waits_for_others: bool = False
+    in_backward: bool = False
 
 
 def main_thread_frame() -> UserFrame | None:
@@ -227,17 +231,17 @@ def frame_of_error(error: BaseException) -> UserFrame | None:
 
 
 def _innermost(outwards: list[tuple[FrameType, int]]) -> UserFrame | None:
-    inside, waits = "", None
+    inside, waits, backward = "", None, False
     for frame, line in outwards:
         module, code = frame.f_globals.get("__name__", ""), frame.f_code
         in_python = module.partition(".")[0] in sys.stdlib_module_names
         if waits is None and not in_python and not module.startswith(_BETWEEN):
             # Only the innermost module counts: one that it calls waits for something else, such as a compiler.
-            waits = _waits_for_others(module)
+            waits, backward = _waits_for_others(module), module.startswith(_AUTOGRAD)
         if is_library(module):
             inside = inside if code.co_name in _DECORATORS and inside else code.co_name
         elif not in_python:
-            return UserFrame(locate(code.co_filename, line), inside, bool(waits))
+            return UserFrame(locate(code.co_filename, line), inside, bool(waits), backward)
         elif code.co_filename.startswith(_IMPORTING):
             inside = IMPORT
     return None
@@ -248,7 +252,7 @@ def _waits_for_others(module: str) -> bool:
 
     A backward pass does if there are other processes: it averages gradients in native code.
     """
-    if module.startswith("torch.autograd"):
+    if module.startswith(_AUTOGRAD):
         distributed: Any = sys.modules.get("torch.distributed")
         return distributed is not None and distributed.is_available() and bool(distributed.is_initialized())
     return f"{module}.".startswith(_WAITING) and not module.startswith(_FILES)

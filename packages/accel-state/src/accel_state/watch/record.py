@@ -127,6 +127,7 @@ class StatusRecord:
         steps: steps since the process was started, of the optimizer with the most steps; also in `cells`.
         stepped: set to True by every step of any optimizer.
         loaded: steps of the run before the checkpoint that this process has loaded.
+        backwards: number of calls of `Accelerator.backward` that synchronise gradients between the processes.
         cells: the numbers of the record, by position.
         status_folder: folder of the file; empty while there is none.
         samples: returns the ids of the samples of the current batch, or of the batch with a number in the epoch; empty
@@ -145,6 +146,7 @@ class StatusRecord:
         "_thread",
         "account",
         "activity",
+        "backwards",
         "cells",
         "device_memory",
         "doing",
@@ -158,7 +160,7 @@ class StatusRecord:
     )
 
     def __init__(self) -> None:
-        self.steps = self.loaded = 0
+        self.steps = self.loaded = self.backwards = 0
         self.cells: Any = memoryview(bytearray(8 * _NUMBERS)).cast("d")
         self.status_folder = self.folder = ""
         self.samples: Callable[[int | None], list[str]] = lambda read: []

@@ -29,6 +29,7 @@ __all__ = (
     "describe_all_ranks",
     "describe_ranks",
     "extend_error",
+    "ranks_gone_on",
 )
 
 # ---------------------------------------------------------------------- sentences
@@ -242,6 +243,33 @@ def _is_lost(world: World, rank: int) -> bool:
     """Whether a rank no longer takes part, as far as is known: it is gone, stopped, silent, or was never seen."""
     status = world.statuses.get(rank)
     return status is None or bool(status.left) or world.ages[rank] > _SILENT or _state_here(status) in _HELPLESS
+
+
+def ranks_gone_on(world: World, rank: int, before: World) -> list[int]:
+    """The ranks that cannot come to where a rank waits for them: they have ended, or wait in a later call.
+
+    A later call is a collective of this library that this rank has not called, a backward pass that synchronises
+    gradients, or a collective of torch; and the other rank has not moved between two views.
+
+    Args:
+        world: the statuses of all ranks.
+        rank: index of the waiting process.
+        before: the statuses some seconds earlier, when it already waited.
+    """
+    own, gone = world.statuses[rank], []
+    for other, status in world.statuses.items():
+        last = before.statuses.get(other)
+        stands = last is not None and last.time < status.time and _counts(last) == _counts(status)
+        calls_ours = status.active and not status.group and not own.group and status.number > own.number
+        calls_torch = last is not None and all(one.waits_for_others and not one.in_backward for one in (last, status))
+        ended = bool(status.left) or _state_here(status) == "ended"
+        if other != rank and (ended or (stands and (calls_ours or calls_torch or status.backwards > own.backwards))):
+            gone.append(other)
+    return gone
+
+
+def _counts(status: RankStatus) -> tuple[int, int, int]:
+    return status.number, status.backwards, status.steps
 
 
 def _first_line(error: BaseException) -> str:

@@ -90,6 +90,8 @@ class RankStatus:
             empty.
         waits_for_others: whether the main thread certainly waits for other processes, captured with the stack.
         account: file with the lines of its time account, or empty.
+        in_backward: whether it waits in a backward pass, which also computes.
+        backwards: number of its calls of `Accelerator.backward` that synchronise gradients.
     """
 
     number: int
@@ -118,6 +120,8 @@ class RankStatus:
     pending: str = ""
     waits_for_others: bool = False
     account: str = ""
+    in_backward: bool = False
+    backwards: int = 0
 
     def to_json(self) -> str:
         """The status as JSON."""
@@ -196,6 +200,8 @@ def capture_status(
         pending=pending,
         waits_for_others=bool(pending) or (frame is not None and frame.waits_for_others),
         account=STATUS_RECORD.account,
+        in_backward=frame.in_backward if frame else False,
+        backwards=STATUS_RECORD.backwards,
     )
 
 

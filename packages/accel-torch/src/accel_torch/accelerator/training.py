@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
 from accel_plugins.layers import strategy_model
 from accel_state.labels import DEVICE_MAP
 from accel_state.library import stack_level
+from accel_state.watch.record import STATUS_RECORD
 from accel_torch.accelerator.facade import Facade
 from accel_torch.accumulation import MicroBatch, no_sync_all
 from accel_torch.options import generator_names
@@ -250,6 +251,8 @@ class TrainingMixin(Facade):
         """
         session = self.session
         accumulation, hooks = session.accumulation, session.hooks
+        if session.gradient.sync_gradients:
+            STATUS_RECORD.backwards += 1
         if weight is not None:
             accumulation.add_loss(loss, weight, lambda total: self._backward_with_hooks(total, dict(kwargs)))
             return
