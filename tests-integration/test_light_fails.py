@@ -37,7 +37,6 @@ TREE = {
         *("ddp/manifest", "ddp/config", "shards"),
     ],
     "accel-tracking": ["__init__", "registry"],
-    "accel-check": ["__init__", "check_parity", "report", "runs"],
     "accel-cli": ["__init__", "main"],
     "accel-check": ["__init__", "check_parity", "report", "runs"],
     "accel-megatron": ["__init__", "config", "manifest"],
