@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from accel_check.batches import widened
-from accel_torch.accelerator import Accelerator
+from accel_torch import Accelerator, DataLoaderConfiguration
 
 __all__ = ("GlobalBatches", "main", "samples_of")
 
@@ -72,7 +72,8 @@ def main(batches: str, file: str, name: str) -> None:
     """Call a function with an Accelerator and with this process's shards of the global batches."""
     step = _function(file, name)
     data = GlobalBatches(widened(torch.load(batches, weights_only=False)))
-    accelerator = Accelerator()
+    # A resumed function goes on where it was saved.
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(restore_position=True))
     count = accelerator.session.strategy.shards().count
     step(accelerator, accelerator.prepare(DataLoader(data, batch_size=data.size // count)))
 
