@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 
+import psutil
 import pytest
 
 INTERRUPT = "\x03"
@@ -41,13 +43,14 @@ def test_an_interrupt_reaches_each_process_once(terminal, script, options, stdin
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["to the launcher", "to its group"])
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_signal_to_the_launcher_reaches_each_process_once(start, script, count, number):
+def test_a_signal_reaches_each_process_once(start, script, count, send, number):
     if signal.getsignal(number) is signal.SIG_IGN:
         pytest.skip("whoever runs the tests ignores this signal already, as nohup does")
     background = start("launch", "--num_processes", count, script(COUNTING), number.name)
     background.lines(count)
-    os.kill(background.process.pid, number)
+    send(background.process.pid, number)
     finished = background.end()
     assert finished.stdout.count("signals: 1\n") == count
     assert finished.returncode == (0 if number == signal.SIGUSR1 else 9)
@@ -63,6 +66,39 @@ def test_an_interrupt_reaches_each_process_of_torchrun_once(terminal, script, st
     else:
         os.kill(opened.pid, signal.SIGINT)
     assert opened.end()[1].count("signals: 1\n") == 1
+
+
+def test_a_signal_may_reach_the_launcher_alone_after_one_to_its_group(start, script):
+    body = """
+        import os, signal, time
+        signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"signal\\n"))
+        print("ready", flush=True)
+        while True:
+            time.sleep(0.05)
+    """
+    background = start("launch", script(body))
+    background.lines(1)
+    pid = background.process.pid
+    for count in (2, 4):
+        seen_by = witness(pid)
+        os.killpg(pid, signal.SIGUSR1)
+        background.lines(count)
+        # The system keeps one pending signal of a kind: a second one before the launcher has handled this is lost.
+        while witness(pid) in (None, seen_by):
+            assert background.process.poll() is None
+        os.kill(pid, signal.SIGUSR1)
+        background.lines(count + 1)
+    background.process.send_signal(signal.SIGTERM)
+    assert background.end().stdout == "ready\n" + "signal\n" * 4
+
+
+def witness(launcher: int) -> int | None:
+    """The process in the launcher's group that tells signals to the group; a new one replaces it after each."""
+    for child in psutil.Process(launcher).children():
+        with suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE and child.name() == "cat":
+                return child.pid
+    return None
 
 
 def test_an_interrupted_script_leaves_no_traceback(terminal, script):

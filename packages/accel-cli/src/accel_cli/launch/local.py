@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
 from accel_cli.launch.failures import (
@@ -29,13 +30,14 @@ from accel_cli.launch.failures import (
     report,
     shell_code,
 )
+from accel_cli.launch.group_signals import GroupWitness
 from accel_cli.launch.interface import LaunchPlan
 from accel_cli.launch.outer_launch import PLACE_VARIABLES
 from accel_cli.launch.output import Relay
 from accel_cli.launch.port import Port
 from accel_cli.launch.run_script import PARENT_VARIABLE, STATUS_FOLDER_VARIABLE
 from accel_cli.launch.settings import MachineSettings, SupervisionSettings
-from accel_cli.launch.signals import ENDING, Inbox, is_in_foreground
+from accel_cli.launch.signals import ENDING, FORWARDED, Inbox
 from accel_state.errors import LaunchError, SettingError
 from accel_state.exit_codes import RESUME
 from accel_state.network import SECRET_VARIABLE, loopback_variables, new_secret
@@ -279,6 +281,7 @@ class _Processes:
         self._processes: list[_Process] = []
         self._deadline: float | None = None
         self._signalled: int | None = None
+        self._witness: GroupWitness | None = None
         self._first: Failure | None = None
         self._hung = ""
         """Why the run was ended although no process failed; empty if it was not."""
@@ -287,15 +290,16 @@ class _Processes:
 
     def run(self, store: Mapping[str, str], inbox: Inbox) -> int:
         """Start the processes, and wait until the last one has ended."""
-        try:
+        with ExitStack() as stack:
+            stack.callback(self._kill)
+            if self._count == 1:
+                self._witness = stack.enter_context(GroupWitness(FORWARDED))
             for rank in range(self._count):
                 self._processes.append(self._start(rank, store))
             # Further imports and preparations run after the start, so that they do not delay the processes.
             self._watch_hangs = self._hang_watch()
             remove_abandoned_folders()
             self._watch(inbox)
-        finally:
-            self._kill()
         if not self.plan.starts_ranks and self._failures():
             self._end_left_behind(inbox)
         self._finish_output()
@@ -379,8 +383,7 @@ class _Processes:
             self._forward(number)
 
     def _forward(self, number: int) -> None:
-        # A single process shares the launcher's group, to which a terminal sends its interrupts.
-        reached = self._count == 1 and number == signal.SIGINT and is_in_foreground()
+        reached = self._witness is not None and self._witness.saw(number)
         if number not in ENDING:
             if not reached:
                 self._signal_all(number)

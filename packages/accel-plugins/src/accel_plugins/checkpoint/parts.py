@@ -259,28 +259,35 @@ def with_own_memory(state: Any, own: Any) -> Any:
         own: containers of the same structure. A tensor in them with the same memory layout as the one at the same
             position in `state` receives its data and is used in the result.
     """
-    users = Counter(tensor.untyped_storage().data_ptr() for tensor in _plain_tensors(state))
-    copies: dict[int, Any] = {}
-    filled = set[int]()
+    return _CopyFromFile(state).copied(state, own)
 
-    def copied(item: Any, own: Any) -> Any:
+
+class _CopyFromFile:
+    """Copies the tensors of a state that is mapped from a file."""
+
+    def __init__(self, state: Any) -> None:
+        self._users = Counter(tensor.untyped_storage().data_ptr() for tensor in _plain_tensors(state))
+        self._copies: dict[int, Any] = {}
+        self._filled = set[int]()
+
+    def copied(self, item: Any, own: Any) -> Any:
+        """An item of the state, and what the run has in its place, as in `with_own_memory`."""
         if isinstance(item, Tensor):
-            alone = _is_plain(item) and users[item.untyped_storage().data_ptr()] == 1
-            if not (alone and _is_dense(own) and _layout(own) == _layout(item) and own.data_ptr() not in filled):
-                return copy.deepcopy(item, copies)
-            filled.add(own.data_ptr())
+            alone = _is_plain(item) and self._users[item.untyped_storage().data_ptr()] == 1
+            fits = alone and _is_dense(own) and _layout(own) == _layout(item)
+            if not fits or own.data_ptr() in self._filled:
+                return copy.deepcopy(item, self._copies)
+            self._filled.add(own.data_ptr())
             own.detach().copy_(item)
             return own
         if isinstance(item, dict):
             of_own = own if isinstance(own, Mapping) else {}
-            item.update({key: copied(value, of_own.get(key)) for key, value in item.items()})
+            item.update({key: self.copied(value, of_own.get(key)) for key, value in item.items()})
             return item
         if type(item) in (list, tuple):
             others = own if isinstance(own, (list, tuple)) and len(own) == len(item) else [None] * len(item)
-            return type(item)(map(copied, item, others))
+            return type(item)(map(self.copied, item, others))
         return item
-
-    return copied(state, own)
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
