@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.timeout(1200),
     pytest.mark.usefixtures("preloaded_python"),
 ]
-PRELOADED = ("deepspeed", "accel_torch.accelerator", "accel_testing.parity")
+PRELOADED = ("deepspeed", "accel_torch.accelerator", "accel_check.comparison")
 
 CLIPPED = 0.1
 
