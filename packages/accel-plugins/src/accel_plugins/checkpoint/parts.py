@@ -259,28 +259,42 @@ def with_own_memory(state: Any, own: Any) -> Any:
         own: containers of the same structure. A tensor in them with the same memory layout as the one at the same
             position in `state` receives its data and is used in the result.
     """
-    users = Counter(tensor.untyped_storage().data_ptr() for tensor in _plain_tensors(state))
-    copies: dict[int, Any] = {}
-    filled = set[int]()
+    return _Copying(Counter(tensor.untyped_storage().data_ptr() for tensor in _plain_tensors(state))).tree(state, own)
 
-    def copied(item: Any, own: Any) -> Any:
+
+class _Copying:
+    """Copies mapped tensors.
+
+    Args:
+        users: number of tensors by the address of their storage.
+    """
+
+    def __init__(self, users: Counter[int]) -> None:
+        self._users = users
+        self._copies: dict[int, Any] = {}
+        self._filled = set[int]()
+
+    def tree(self, item: Any, own: Any) -> Any:
+        """The same containers with copied tensors; see `with_own_memory`."""
         if isinstance(item, Tensor):
-            alone = _is_plain(item) and users[item.untyped_storage().data_ptr()] == 1
-            if not (alone and _is_dense(own) and _layout(own) == _layout(item) and own.data_ptr() not in filled):
-                return copy.deepcopy(item, copies)
-            filled.add(own.data_ptr())
-            own.detach().copy_(item)
-            return own
+            return self._tensor(item, own)
         if isinstance(item, dict):
             of_own = own if isinstance(own, Mapping) else {}
-            item.update({key: copied(value, of_own.get(key)) for key, value in item.items()})
+            item.update({key: self.tree(value, of_own.get(key)) for key, value in item.items()})
             return item
         if type(item) in (list, tuple):
             others = own if isinstance(own, (list, tuple)) and len(own) == len(item) else [None] * len(item)
-            return type(item)(map(copied, item, others))
+            return type(item)(map(self.tree, item, others))
         return item
 
-    return copied(state, own)
+    def _tensor(self, mapped: Tensor, own: Any) -> Any:
+        alone = _is_plain(mapped) and self._users[mapped.untyped_storage().data_ptr()] == 1
+        fits = alone and _is_dense(own) and _layout(own) == _layout(mapped)
+        if not fits or own.data_ptr() in self._filled:
+            return copy.deepcopy(mapped, self._copies)
+        self._filled.add(own.data_ptr())
+        own.detach().copy_(mapped)
+        return own
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
