@@ -39,7 +39,6 @@ TREE = {
     "accel-tracking": ["__init__", "registry"],
     "accel-check": ["__init__", "check_parity", "report", "runs"],
     "accel-cli": ["__init__", "main"],
-    "accel-check": ["__init__", "check_parity", "report", "runs"],
     "accel-megatron": ["__init__", "config", "manifest"],
     "accel-ray": ["__init__", "manifest"],
     "accel-torchft": ["__init__", "config", "launcher", "launcher_manifest", "manifest"],

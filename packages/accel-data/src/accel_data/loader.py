@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 from accel_data.adapter import DataLoaderAdapter
 from accel_data.batches import samples_in
 from accel_data.hooks import BatchPauses, DeviceTransfer, LoaderHook, accompanied, with_hook
-from accel_data.loader_state import load_state, state_of
+from accel_data.loader_state import load_loader_state, loader_state
 from accel_data.order import RNGState
 from accel_data.padding import PaddedBatch
 from accel_data.progress import Iteration, Position, Progress
@@ -521,7 +521,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return self._like_this(self.source.with_sample_ids(), progress=progress, gradient_state=gradient, **attributes)
 
     def _state(self) -> dict[str, Any]:
-        return state_of(self.source, self.progress, self.restores, self.identify())
+        return loader_state(self.source, self.progress, self.restores, self.identify())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue the epoch of `state_dict`.
@@ -533,7 +533,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         Raises:
             CheckpointError: the loader restores positions, and cannot restore this one exactly.
         """
-        load_state(state_dict, self.source, self.progress, self.restores, self.identify())
+        load_loader_state(state_dict, self.source, self.progress, self.restores, self.identify())
 
 
 class _OpenEpoch:

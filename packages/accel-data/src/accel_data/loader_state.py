@@ -15,7 +15,7 @@ from accel_data.source import Source
 from accel_data.stateful import steps_in
 from accel_state.errors import CheckpointError
 
-__all__ = ("load_state", "state_of")
+__all__ = ("load_loader_state", "loader_state")
 
 _VERSION: Final = 1
 
@@ -25,7 +25,7 @@ _REPEATABLE_ORDER_REMEDY: Final = (
 )
 
 
-def state_of(source: Source, progress: Progress, restores: bool, name: str) -> dict[str, Any]:
+def loader_state(source: Source, progress: Progress, restores: bool, name: str) -> dict[str, Any]:
     """The position of a loader as plain values and tensors, equal on all processes except torchdata's state.
 
     torchdata's state is included, so that its loader and the original library can continue from it. If that state is
@@ -72,11 +72,11 @@ def state_of(source: Source, progress: Progress, restores: bool, name: str) -> d
     }
 
 
-def load_state(state: Mapping[str, Any], source: Source, progress: Progress, restores: bool, name: str) -> None:
+def load_loader_state(state: Mapping[str, Any], source: Source, progress: Progress, restores: bool, name: str) -> None:
     """Let the next iteration of a loader continue from a state; see `PreparedLoader.load_state_dict`.
 
     Args:
-        state: what `state_of` returned, or a state of torchdata's loader.
+        state: what `loader_state` returned, or a state of torchdata's loader.
         source: the source of the loader.
         progress: the position of the loader.
         restores: whether the loader restores positions.

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, Sampler
 
 from accel_data.order import permutation
 from accel_data.streams import own_shard, seed_stream, shards_itself
-from accel_data.token_plan import Buckets, Cost, Plan, as_lengths, cost_function, plan_steps
+from accel_data.token_plan import Buckets, Cost, TokenPlan, as_lengths, cost_function, plan_steps
 from accel_state.errors import DataError, SettingError
 
 __all__ = ("TokenBatchSampler", "TokenBatches", "generator_of")
@@ -78,7 +78,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         # Parts of the epoch that are done: (number of processes, steps).
         self._done: list[tuple[int, int]] = []
         self._yielded = 0
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, TokenPlan] = {}
 
     def __iter__(self) -> Iterator[list[int]]:
         self._yielded = 0
@@ -131,7 +131,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         for step in islice(self._in_order(plan, len(self._done)), max(start, 0), None):
             yield [samples[plan.batch(number).long()].tolist() for number in step]
 
-    def _plan(self, processes: int, left: Tensor | None = None) -> Plan:
+    def _plan(self, processes: int, left: Tensor | None = None) -> TokenPlan:
         """The plan of an epoch, or of those places that are left."""
         if left is None and processes in self._plans:
             return self._plans[processes]
@@ -146,7 +146,7 @@ class TokenBatchSampler(Sampler[list[int]]):
     def _generator(self, *purpose: object) -> torch.Generator | None:
         return generator_of(self.seed, self.epoch, *purpose) if self.shuffle else None
 
-    def _in_order(self, plan: Plan, part: int) -> list[list[int]]:
+    def _in_order(self, plan: TokenPlan, part: int) -> list[list[int]]:
         """The batches of each step, in the order of the epoch."""
         generator = self._generator("steps", part)
         if generator is None or not plan.steps:

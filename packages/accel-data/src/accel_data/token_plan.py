@@ -24,7 +24,7 @@ from torch import Tensor
 from accel_data.order import permutation
 from accel_state.errors import SettingError
 
-__all__ = ("Buckets", "Cost", "Plan", "as_lengths", "best_fit", "cost_function", "plan_steps")
+__all__ = ("Buckets", "Cost", "TokenPlan", "as_lengths", "best_fit", "cost_function", "plan_steps")
 
 Cost = Literal["tokens", "attention"] | Callable[[Sequence[int]], float]
 """What is to be equal among the batches of a step: a name, or a function of the lengths in a batch."""
@@ -122,7 +122,7 @@ class Buckets:
         return drawn[torch.argsort(self._bucket[drawn], descending=True, stable=True)]
 
 
-class Plan(NamedTuple):
+class TokenPlan(NamedTuple):
     """The batches of an epoch by step.
 
     Args:
@@ -142,7 +142,7 @@ class Plan(NamedTuple):
 
 def plan_steps(
     lengths: Tensor, max_tokens: int, processes: int, *, padded: bool, cost: Cost, drop_last: bool = False
-) -> Plan:
+) -> TokenPlan:
     """Divide samples into batches, and batches into steps of one batch for each process.
 
     Args:
@@ -154,7 +154,7 @@ def plan_steps(
         drop_last: leave samples out that fill no complete step.
     """
     if not lengths.numel():
-        return Plan(torch.arange(0), [0], [])
+        return TokenPlan(torch.arange(0), [0], [])
     ranges: list[tuple[int, int]]
     steps: list[list[int]] = []
     if padded:
@@ -266,7 +266,7 @@ def best_fit(lengths: Tensor, capacity: int) -> tuple[Tensor, list[int]]:
     return _by_bin(bin_of_place, bins)
 
 
-def _arranged(places: Tensor, ranges: Sequence[tuple[int, int]], steps: list[list[int]]) -> Plan:
+def _arranged(places: Tensor, ranges: Sequence[tuple[int, int]], steps: list[list[int]]) -> TokenPlan:
     """The plan with its batches in the order of the steps."""
     used = [ranges[number] for step in steps for number in step if number >= 0]
     sizes = torch.tensor([stop - start for start, stop in used])
@@ -275,7 +275,7 @@ def _arranged(places: Tensor, ranges: Sequence[tuple[int, int]], steps: list[lis
     within = torch.arange(int(ends[-1])) - (ends - sizes).repeat_interleave(sizes)
     numbers = iter(range(len(used)))
     renumbered = [[next(numbers) if number >= 0 else -1 for number in step] for step in steps]
-    return Plan(places[first.repeat_interleave(sizes) + within].int(), [0, *ends.tolist()], renumbered)
+    return TokenPlan(places[first.repeat_interleave(sizes) + within].int(), [0, *ends.tolist()], renumbered)
 
 
 def _split(ranges: list[tuple[int, int]], loose: list[int], processes: int) -> None:

@@ -81,7 +81,7 @@ def _kept_rows(rows: list[int], counts: StepCounts) -> list[int]:
     per_sample = pairs[0][0] // pairs[0][1]
     if all(own == per_sample * count for own, count in pairs):
         return [per_sample * count for count in samples]
-    # These rows are no samples.
+    # These rows are not samples.
     return [own if count else 0 for own, count in zip(rows, samples, strict=True)]
 
 

@@ -259,42 +259,35 @@ def with_own_memory(state: Any, own: Any) -> Any:
         own: containers of the same structure. A tensor in them with the same memory layout as the one at the same
             position in `state` receives its data and is used in the result.
     """
-    return _Copying(Counter(tensor.untyped_storage().data_ptr() for tensor in _plain_tensors(state))).tree(state, own)
+    return _CopyFromFile(state).copied(state, own)
 
 
-class _Copying:
-    """Copies mapped tensors.
+class _CopyFromFile:
+    """Copies the tensors of a state that is mapped from a file."""
 
-    Args:
-        users: number of tensors by the address of their storage.
-    """
-
-    def __init__(self, users: Counter[int]) -> None:
-        self._users = users
+    def __init__(self, state: Any) -> None:
+        self._users = Counter(tensor.untyped_storage().data_ptr() for tensor in _plain_tensors(state))
         self._copies: dict[int, Any] = {}
         self._filled = set[int]()
 
-    def tree(self, item: Any, own: Any) -> Any:
-        """The same containers with copied tensors; see `with_own_memory`."""
+    def copied(self, item: Any, own: Any) -> Any:
+        """An item of the state, and what the run has in its place, as in `with_own_memory`."""
         if isinstance(item, Tensor):
-            return self._tensor(item, own)
+            alone = _is_plain(item) and self._users[item.untyped_storage().data_ptr()] == 1
+            fits = alone and _is_dense(own) and _layout(own) == _layout(item)
+            if not fits or own.data_ptr() in self._filled:
+                return copy.deepcopy(item, self._copies)
+            self._filled.add(own.data_ptr())
+            own.detach().copy_(item)
+            return own
         if isinstance(item, dict):
             of_own = own if isinstance(own, Mapping) else {}
-            item.update({key: self.tree(value, of_own.get(key)) for key, value in item.items()})
+            item.update({key: self.copied(value, of_own.get(key)) for key, value in item.items()})
             return item
         if type(item) in (list, tuple):
             others = own if isinstance(own, (list, tuple)) and len(own) == len(item) else [None] * len(item)
-            return type(item)(map(self.tree, item, others))
+            return type(item)(map(self.copied, item, others))
         return item
-
-    def _tensor(self, mapped: Tensor, own: Any) -> Any:
-        alone = _is_plain(mapped) and self._users[mapped.untyped_storage().data_ptr()] == 1
-        fits = alone and _is_dense(own) and _layout(own) == _layout(mapped)
-        if not fits or own.data_ptr() in self._filled:
-            return copy.deepcopy(mapped, self._copies)
-        self._filled.add(own.data_ptr())
-        own.detach().copy_(mapped)
-        return own
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

@@ -128,7 +128,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _is_abandoned(folder: str, remove: bool = False) -> bool:
-    """Whether the lock of a folder proves that its launcher has ended; removes it then, if that is asked for."""
+    """Whether the lock of a folder proves that its launcher has ended; with `remove`, also remove it then."""
     import shutil
 
     if fcntl is None:
