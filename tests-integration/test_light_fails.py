@@ -37,6 +37,7 @@ TREE = {
         *("ddp/manifest", "ddp/config", "shards"),
     ],
     "accel-tracking": ["__init__", "registry"],
+    "accel-check": ["__init__", "check_parity", "report", "runs"],
     "accel-cli": ["__init__", "main"],
     "accel-megatron": ["__init__", "config", "manifest"],
     "accel-ray": ["__init__", "manifest"],
