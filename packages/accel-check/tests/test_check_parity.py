@@ -54,6 +54,12 @@ def test_compiled_models_and_sparse_gradients_are_compared(kind: str) -> None:
     assert (code, report["verdict"], report["steps"]) == (0, "equal", 2), report
 
 
+@pytest.mark.parametrize("kind", ["tensors", "shards"])
+def test_models_that_arrive_distributed_compute_what_one_process_computes(kind: str) -> None:
+    code, report = check("--steps", "3", str(Path(__file__).with_name("distributed_script.py")), kind)
+    assert (code, report["verdict"], report["steps"]) == (0, "equal", 3), report
+
+
 def test_a_loss_that_is_a_sum_is_found_with_its_ratio() -> None:
     code, report = check("--steps", "2", SCRIPT, "sum")
     assert code == 1, report
