@@ -102,7 +102,7 @@ def lerp_shards(scope: Scope) -> Call:
 
     def update() -> None:
         for _ in range(AVERAGED):
-            torch._foreach_lerp_(averages, shards, 0.01)
+            torch._foreach_lerp_(averages, shards, 0.01)  # pyright: ignore[reportPrivateImportUsage]
 
     return update
 

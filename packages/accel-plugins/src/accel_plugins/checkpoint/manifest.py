@@ -275,10 +275,13 @@ def _share(manifest: CheckpointManifest, process: Process) -> list[str]:
     load = [0] * topology.local_world_size
     for name, entry in sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0])):
         owner = _owner(name, process.world_size) if same_processes else None
-        if owner is None:
+        if owner is not None:
+            is_mine = process.rank == owner
+        else:
             reader = min(range(len(load)), key=lambda rank: load[rank])
             load[reader] += entry.size
-        if process.rank == owner or (owner is None and reader == topology.local_rank):
+            is_mine = reader == topology.local_rank
+        if is_mine:
             mine.append(name)
     return mine
 
