@@ -28,7 +28,7 @@ def planted(accelerator: Accelerator) -> None:
 """,
     "by a lambda": """
 def planted(accelerator: Accelerator) -> None:
-    accelerator.session.strategy.batches_per_step = lambda: None
+    accelerator.session.strategy.finalize_gradients = lambda: None
 """,
     "by a method": """
 def planted(accelerator: Accelerator, report: LocalSGD) -> None:
