@@ -163,17 +163,17 @@ class Averaging(Strategy):
     @torch.no_grad()
     def share_parameters(self, model: Module) -> None:
         for parameter in model.parameters():
-            self.send_from_first(parameter)
+            self.send_from(0, parameter)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
-    def share_buffers(self, model: Module) -> None:
+    def share_buffers(self, model: Module, source: int = 0) -> None:
         for buffer in model.buffers():
-            self.send_from_first(buffer)
+            self.send_from(source, buffer)
 
-    def send_from_first(self, tensor: Tensor) -> None:
+    def send_from(self, source: int, tensor: Tensor) -> None:
         sent = tensor.detach().contiguous()
-        self.context.process.transport.broadcast(sent, 0).wait()
+        self.context.process.transport.broadcast(sent, source).wait()
         tensor.detach().copy_(sent)
 
     def unwrap(self, model: Module) -> Module:
@@ -236,7 +236,7 @@ def _syncing(model: Replica, sync: bool) -> Iterator[None]:
     finding="buffers differ between the processes after set-up, or differ from those of one process",
 )
 class BuffersNeverShared(Averaging):
-    def share_buffers(self, model: Module) -> None:
+    def share_buffers(self, model: Module, source: int = 0) -> None:
         """Nothing: `model.parameters()` was thought to be everything that a model holds."""
 
 
