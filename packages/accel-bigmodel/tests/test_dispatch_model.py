@@ -27,7 +27,7 @@ from accel_bigmodel import (
     offload_state_dict,
     remove_hook_from_submodules,
 )
-from accel_bigmodel.align import (
+from accel_bigmodel.attach import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
     attach_execution_device_hook,

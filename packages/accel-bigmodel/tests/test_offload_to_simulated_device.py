@@ -36,7 +36,7 @@ from accel_bigmodel import (
     save_weights,
     set_module_tensor_to_device,
 )
-from accel_bigmodel.align import attach_execution_device_hook
+from accel_bigmodel.attach import attach_execution_device_hook
 from accel_bigmodel.device_map import resolve_device
 from accel_bigmodel.prefetch import BlockReader
 from accel_state.errors import SettingError

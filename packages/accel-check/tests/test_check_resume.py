@@ -99,7 +99,7 @@ def test_what_cannot_be_checked_is_refused(arguments: tuple[str, ...]) -> None:
 
 
 class InMemory(Records):
-    """Records that are in memory, but for whole tensors."""
+    """Records that are in memory, except whole tensors."""
 
     def __init__(self, folder: Path, ranks: list[list[StepRecord]], **more: Any) -> None:
         self.folder, self._steps = folder, ranks

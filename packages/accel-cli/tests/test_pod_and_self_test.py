@@ -60,7 +60,7 @@ def test_gcloud_is_run_and_its_exit_code_kept(accel, tmp_path):
 
 def test_a_file_of_commands_that_is_not_there(accel):
     done = accel("tpu-config", "--tpu_name", "n", "--tpu_zone", "z", "--command_file", "no")
-    assert (done.returncode, "There is no file no" in done.stderr) == (2, True)
+    assert (done.returncode, "The file no" in done.stderr and "does not exist" in done.stderr) == (2, True)
 
 
 @pytest.fixture

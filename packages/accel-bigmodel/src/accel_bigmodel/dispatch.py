@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from accel_bigmodel.align import (
     OutermostHook,
     align_module_device,
-    attach_align_device_hook,
-    attach_align_device_hook_on_blocks,
     has_offloaded_params,
     refuse_second_offload,
 )
+from accel_bigmodel.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
 from accel_bigmodel.device_map import (
     DISK,
     HOST,

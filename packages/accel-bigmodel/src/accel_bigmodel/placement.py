@@ -368,7 +368,7 @@ class Placement(NamedTuple):
 
 
 class Misfit(NamedTuple):
-    """A piece that no device had room for, and the bytes that were left on each; None where there is no bound."""
+    """A piece that does not fit on any device, and the bytes that are left on each; None means without a limit."""
 
     piece: Piece
     left: Mapping[int | str, int | None]
@@ -388,7 +388,7 @@ class DevicePacking:
             first piece there that fits.
         used: bytes taken on each device.
         left: bytes that were free on each device that was full, without those kept for the layers after the next piece.
-        misfit: the first piece that no device had room for; it and the later ones are on the last device, above its
+        misfit: the first piece that does not fit on any device; it and the later ones are on the last device, above its
             budget. None when everything fits.
     """
 

@@ -115,7 +115,7 @@ def _lines(path: str | None) -> list[str]:
         with open(path, encoding="utf-8") as file:
             return [line.strip() for line in file if line.strip()]
     except FileNotFoundError:
-        raise NotFound(_FAILED, f"There is no file {path}.", "Check the path.") from None
+        raise NotFound(_FAILED, f"The file {path} does not exist.", "Check the path.") from None
     except (OSError, ValueError) as error:
         raise SettingError(
             _FAILED, f"{path} cannot be read: {error}.", "Give a text file with one command per line."

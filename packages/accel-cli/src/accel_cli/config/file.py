@@ -112,7 +112,7 @@ def _text(path: str, failed: str) -> str:
         remedy = f"Give a readable text file of at most {_MAX_BYTES} bytes."
         raise SettingError(failed, f"It cannot be read: {error}.", remedy) from None
     if path.endswith(".json"):
-        # JSON is YAML, but for tabs; it never has them inside a string.
+        # JSON is YAML without tabs for indentation; its strings never contain tabs.
         text = text.replace("\t", " ")
     return text
 

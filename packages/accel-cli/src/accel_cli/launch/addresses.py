@@ -99,7 +99,7 @@ def is_own_address(host: str) -> bool:
 
 
 def address_towards(host: str) -> str | None:
-    """The address of this machine on the route to a host, or None where there is no route."""
+    """The address of this machine on the route to a host, or None without a route."""
     for family, _, _, _, address in _resolved(host):
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -94,8 +94,9 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_data.streams": "IterableDatasetShard",
     },
     "accelerate.hooks": {
-        "accel_bigmodel.align": """
-            AlignDevicesHook attach_align_device_hook attach_align_device_hook_on_blocks attach_execution_device_hook
+        "accel_bigmodel.align": "AlignDevicesHook",
+        "accel_bigmodel.attach": """
+            attach_align_device_hook attach_align_device_hook_on_blocks attach_execution_device_hook
         """,
         "accel_bigmodel.casting": "LayerwiseCastingHook",
         "accel_bigmodel.dispatch": "CpuOffload UserCpuOffloadHook",
