@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from accel_check.report import EXIT_CODES, ParityReport
-from accel_check.runs import CheckedScript, import_libraries, launch_environment, run
+from accel_check.runs import CheckedScript, add_run_arguments, import_libraries, launch_environment, run
 from accel_state.errors import SettingError
 
 if TYPE_CHECKING:
@@ -88,18 +88,8 @@ class CheckParity:
         )
         parser.add_argument("--steps", type=int, default=5, help="Optimizer steps to compare (default: 5).")
         parser.add_argument("--mixed_precision", default="", help="Mixed precision of both runs (no, fp16, bf16).")
-        parser.add_argument(
-            "--launch",
-            default="",
-            metavar="OPTIONS",
-            help="Further options of `accel launch`, written as --launch='--use_fsdp --fsdp_version 2'.",
-        )
-        parser.add_argument(
-            "--timeout", type=float, default=600.0, help="Seconds after which a run is stopped (default: 600)."
-        )
         parser.add_argument("--json", action="store_true", help="Print the report as one line of JSON.")
-        parser.add_argument("script", help="The training script.")
-        parser.add_argument("script_arguments", nargs="...", help="Arguments of the script.")
+        add_run_arguments(parser)
 
     def run(self, arguments: Namespace) -> int:
         """Run the check, print its report and return the exit code."""

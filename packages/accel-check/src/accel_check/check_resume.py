@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_check.check_parity import show_progress
 from accel_check.report import CODES, EXIT_CODES
-from accel_check.runs import CheckedScript, import_libraries, launch_environment, run
+from accel_check.runs import CheckedScript, add_run_arguments, import_libraries, launch_environment, run
 from accel_state.errors import SettingError
 
 if TYPE_CHECKING:
@@ -130,18 +130,8 @@ class CheckResume:
         parser.add_argument("--cpu", action="store_true", help="Run on the CPU, which is the default.")
         parser.add_argument("--mixed_precision", help="Mixed precision of the runs (no, fp16, bf16, fp8).")
         parser.add_argument("--backend", help="Backend of the runs, as `accel backends` lists it.")
-        parser.add_argument(
-            "--launch",
-            default="",
-            metavar="OPTIONS",
-            help="Further options of `accel launch`, written as --launch='--use_fsdp --fsdp_version 2'.",
-        )
-        parser.add_argument(
-            "--timeout", type=float, default=600.0, help="Seconds after which a run is stopped (default: 600)."
-        )
         parser.add_argument("--json", action="store_true", help="Print one line of JSON for each resumed run.")
-        parser.add_argument("script", help="The training script.")
-        parser.add_argument("script_arguments", nargs="...", help="Arguments of the script.")
+        add_run_arguments(parser)
 
     def run(self, arguments: Namespace) -> int:
         """Run the check, print its results and return the exit code."""

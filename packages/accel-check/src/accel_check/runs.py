@@ -30,7 +30,15 @@ from accel_state.network import get_free_port
 if TYPE_CHECKING:
     from accel_check.task import Task
 
-__all__ = ("CheckedScript", "import_libraries", "launch_environment", "run", "run_forked", "run_path")
+__all__ = (
+    "CheckedScript",
+    "add_run_arguments",
+    "import_libraries",
+    "launch_environment",
+    "run",
+    "run_forked",
+    "run_path",
+)
 
 _GRACE: Final = 60.0
 """Seconds that the other ranks have after the first one has ended."""
@@ -49,6 +57,21 @@ _LIBRARIES: Final = (
 
 
 _OURS: Final = re.compile(r"^\s*(import|from)\s+(accelerate|accel_|transformers)", re.MULTILINE)
+
+
+def add_run_arguments(parser: ArgumentParser) -> None:
+    """Declare what every check of runs takes: the launch, the time limit, and the script with its arguments."""
+    parser.add_argument(
+        "--launch",
+        default="",
+        metavar="OPTIONS",
+        help="Further options of `accel launch`, written as --launch='--use_fsdp --fsdp_version 2'.",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, help="Seconds after which a run is stopped (default: 600)."
+    )
+    parser.add_argument("script", help="The training script.")
+    parser.add_argument("script_arguments", nargs="...", help="Arguments of the script.")
 
 
 class CheckedScript:
