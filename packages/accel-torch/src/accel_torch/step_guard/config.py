@@ -37,7 +37,7 @@ class StepGuard(KwargsHandler):
         on_spike: what to do with a spike.
         window: the number of good steps with which a step is compared; at least five precede a judged one.
         snapshot_every: with "rollback", the number of good steps between two snapshots in host memory.
-        max_consecutive: this many bad steps in a row raise, whatever was to be done with them.
+        max_consecutive: this many bad steps in a row raise, whatever the actions are.
         locate: after a bad step, repeat the forward pass to name the first module whose output was not finite. The
             inputs of the model are kept until the step.
 
