@@ -19,7 +19,7 @@ from accel_testing.preloaded import PreloadedPython
 from accel_testing.processes import Finished, run_command
 from accel_torch import Accelerator
 from accel_torch.run_recorder import wait_for_records
-from accel_tracking.record import RECORD, read_record
+from accel_tracking.record import RECORD, record_of
 
 SCRIPT = Path(__file__).with_name("recorded_script.py")
 ACCEL = (sys.executable, "-m", "accel_cli.main")
@@ -51,7 +51,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_launch_and_its_restart_are_recorded(killed: Path) -> None:
-    found = read_record(killed / "run")
+    found = record_of(killed / "run")
     settings = {name: tuple(entry.values()) for name, entry in found["settings"].items()}
     assert settings["num_processes"] == (2, "--num_processes")
     assert settings["restart_policy"] == ("auto", "--restart_policy")
@@ -83,7 +83,7 @@ def test_a_script_without_a_launcher_is_recorded_before_it_ends(tmp_path: Path) 
     (tmp_path / "script.py").write_text(code)
     words = [sys.executable, "script.py", "--api_key", "hunter2xyz"]
     subprocess.run(words, cwd=tmp_path, check=True, timeout=280)
-    found = read_record(tmp_path / "run")
+    found = record_of(tmp_path / "run")
     assert found["command"]["words"][1:] == ["script.py", "--api_key", "***"]
     assert found["settings"]["mixed_precision"] == {"value": "bf16", "source": "argument"}
     assert not found["command"]["launched"]
@@ -94,7 +94,7 @@ def written(folder: Path) -> dict[str, object]:
     accelerator = Accelerator(cpu=True, project_dir=folder)
     accelerator.prepare(DataLoader(TensorDataset(torch.ones(6, 1))))
     wait_for_records()
-    return read_record(folder)
+    return record_of(folder)
 
 
 def test_accelerators_of_a_process_are_one_start(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from accel_tracking.record import (
     describe_environment,
     describe_packages,
     leaves_by_key,
-    read_record,
-    write_record,
+    record_of,
+    write_run_record,
 )
 
 SECRET = "hunter2xyz"
@@ -107,25 +107,25 @@ def test_without_git_and_with_a_git_that_hangs(
 
 def test_restarts_append_and_say_what_changed(tmp_path: Path) -> None:
     first = attempt_entry("launch-1", 0, "node1")
-    assert write_record(tmp_path, EMPTY, first) == ""
+    assert write_run_record(tmp_path, EMPTY, first) == ""
     second = {**attempt_entry("launch-1", 1, "node1"), "id": "another"}
-    assert write_record(tmp_path, {**EMPTY, "world": {"processes": 2}}, second) == ""
-    assert write_record(tmp_path, {**EMPTY, "world": {"processes": 2}, "data": [{"length": 3}]}, second) == ""
-    found = read_record(tmp_path)
+    assert write_run_record(tmp_path, {**EMPTY, "world": {"processes": 2}}, second) == ""
+    assert write_run_record(tmp_path, {**EMPTY, "world": {"processes": 2}, "data": [{"length": 3}]}, second) == ""
+    found = record_of(tmp_path)
     assert [(one["restarts"], one["changed"]) for one in found["attempts"]] == [(0, []), (1, ["world"])]
     assert found["data"] == [{"length": 3}]
-    assert read_record(tmp_path / RECORD) == found
+    assert record_of(tmp_path / RECORD) == found
     assert [path.name for path in tmp_path.iterdir()] == [RECORD]
 
 
 def test_a_record_that_is_damaged_is_replaced(tmp_path: Path) -> None:
     (tmp_path / RECORD).write_text('{"format": 1, "attempts": 3}')
     with pytest.raises(SettingError, match="is not a record"):
-        read_record(tmp_path)
-    assert write_record(tmp_path, EMPTY, attempt_entry("", 0, "node1")) == ""
-    assert len(read_record(tmp_path)["attempts"]) == 1
+        record_of(tmp_path)
+    assert write_run_record(tmp_path, EMPTY, attempt_entry("", 0, "node1")) == ""
+    assert len(record_of(tmp_path)["attempts"]) == 1
     with pytest.raises(NotFound, match="no such folder"):
-        read_record(tmp_path / "none" / "a" / "b")
+        record_of(tmp_path / "none" / "a" / "b")
 
 
 def test_secrets_are_hidden_wherever_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,19 +138,19 @@ def test_secrets_are_hidden_wherever_they_stand(tmp_path: Path, monkeypatch: pyt
         "environment": describe_environment(os.environ),
         "settings": {"tracker.password": {"value": "a b", "source": "argument"}},
     }
-    assert write_record(tmp_path, content, attempt_entry("", 0, "node1")) == ""
+    assert write_run_record(tmp_path, content, attempt_entry("", 0, "node1")) == ""
     text = (tmp_path / RECORD).read_text()
     assert not [secret for secret in (SECRET, "very-secret", "other-key", "me:pw", "a b") if secret in text]
-    assert read_record(tmp_path)["environment"]["NCCL_PASSWORD"] == "***"
+    assert record_of(tmp_path)["environment"]["NCCL_PASSWORD"] == "***"
     assert "MY_HUB_TOKEN" not in text
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a full device")
 def test_a_folder_that_cannot_be_written_is_told_and_harmless(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert "Error" in write_record(tmp_path / "file" / "run", EMPTY, attempt_entry("", 0, "node1"))
+    assert "Error" in write_run_record(tmp_path / "file" / "run", EMPTY, attempt_entry("", 0, "node1"))
     (tmp_path / f".{RECORD}.{os.getpid()}").symlink_to("/dev/full")
-    assert "No space left" in write_record(tmp_path, EMPTY, attempt_entry("", 0, "node1"))
+    assert "No space left" in write_run_record(tmp_path, EMPTY, attempt_entry("", 0, "node1"))
     assert not (tmp_path / RECORD).exists()
 
 

@@ -31,7 +31,7 @@ from accel_tracking.record import (
     describe_command,
     describe_environment,
     describe_packages,
-    write_record,
+    write_run_record,
 )
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class RunRecorder(Hook):
                 if "code" not in self._content:
                     main = getattr(sys.modules.get("__main__"), "__file__", None)
                     self._content.update(code=describe_code(main or ""), packages=describe_packages())
-                problem = write_record(self.folder, dict(self._content), self._attempt)
+                problem = write_run_record(self.folder, dict(self._content), self._attempt)
                 if problem:
                     _log.warning("The record of the run cannot be written to %s: %s", self.folder, problem)
 

@@ -1,7 +1,7 @@
 """The record of a run: `run.json` in its project folder says what ran, so that it can be compared and repeated.
 
-    write_record(folder, {"code": describe_code("train.py"), "packages": describe_packages(), ...}, attempt)
-    read_record(folder)["settings"]["mixed_precision"]["value"]
+    write_run_record(folder, {"code": describe_code("train.py"), "packages": describe_packages(), ...}, attempt)
+    record_of(folder)["settings"]["mixed_precision"]["value"]
 
 Nothing here may end a run or wait for long: git has a limit of time and of bytes, and errors become entries of the
 record. Secrets are hidden before anything is written (`accel_state.redaction`).
@@ -32,8 +32,8 @@ __all__ = (
     "describe_environment",
     "describe_packages",
     "leaves_by_key",
-    "read_record",
-    "write_record",
+    "record_of",
+    "write_run_record",
 )
 
 RECORD: Final = "run.json"
@@ -56,7 +56,7 @@ _SHAPE: Final = record(
 # ---------------------------------------------------------------------- writing
 
 
-def write_record(folder: str | os.PathLike[str], content: Mapping[str, Any], attempt: Mapping[str, Any]) -> str:
+def write_run_record(folder: str | os.PathLike[str], content: Mapping[str, Any], attempt: Mapping[str, Any]) -> str:
     """Write the record of a run, with the attempts of its earlier starts; return the error, or an empty text.
 
     Args:
@@ -261,7 +261,7 @@ def describe_environment(environ: Mapping[str, str]) -> dict[str, str]:
 # ---------------------------------------------------------------------- reading
 
 
-def read_record(run: str | os.PathLike[str]) -> dict[str, Any]:
+def record_of(run: str | os.PathLike[str]) -> dict[str, Any]:
     """The record of a run.
 
     Args:
