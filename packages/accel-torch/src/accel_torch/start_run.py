@@ -75,6 +75,10 @@ def start_session(options: Options) -> Session:
         guard_steps(session)
     for hook in hooks:
         hook.start(session)
+    if session.process.rank == 0 and options.project.project_dir is not None:
+        from accel_torch.run_recorder import record_run
+
+        record_run(session)
     if session.state.num_processes > 1:
         # One process has no mistakes to find before `prepare`, and is spared the import.
         from accel_torch.misuse import guard_first_steps

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from accel_state.current import Process
 
-__all__ = ("LossReduction", "TokenWeighting")
+__all__ = ("LossReduction", "TokenWeighting", "power_of_two_near")
 
 LossReduction = Literal["mean", "sum"]
 
@@ -81,7 +81,7 @@ class TokenWeighting(Hook):
         self.unfinished = not last
         if not self._unit:
             self._exchange(wait=True)
-            self._unit = _power_of_two_near(*self._totals())
+            self._unit = power_of_two_near(*self._totals())
         if last:
             self._exchange(wait=False)
             self._settled = False
@@ -137,9 +137,9 @@ class TokenWeighting(Hook):
             )
         # Backward has averaged over the processes. Without tokens the gradient is zero.
         self._factor = self._process.world_size * self._unit / total if total else 0.0
-        self._unit = _power_of_two_near(total, count)
+        self._unit = power_of_two_near(total, count)
 
 
-def _power_of_two_near(total: float, count: float) -> float:
+def power_of_two_near(total: float, count: float) -> float:
     """The power of two nearest to the mean weight of a micro-batch; 1 without weights."""
     return 2.0 ** round(math.log2(total / count)) if 0 < total < math.inf else 1.0

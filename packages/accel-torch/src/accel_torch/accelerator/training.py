@@ -228,8 +228,9 @@ class TrainingMixin(Facade):
 
         With a weight, the gradient is that of the mean over all tokens (or samples) of the step, on all processes. A
         micro-batch may have several losses with weights of different kinds: call this once for each, in the same order
-        on all processes. One backward pass at the end of the micro-batch computes the gradients of all of them: when
-        its `accumulate` block ends, or when gradients are clipped or the optimizer steps.
+        on all processes. Their gradients are computed at the end of the micro-batch: when its `accumulate` block ends,
+        or when gradients are clipped or the optimizer steps. That is one backward pass for all losses. In a window of
+        several micro-batches, the earlier ones have one for each loss, and their gradients are kept apart.
 
         Args:
             loss: a tensor with one element. It is divided by the number of micro-batches, or multiplied by this
@@ -241,8 +242,8 @@ class TrainingMixin(Facade):
 
         Raises:
             Conflict: losses with and without a weight are mixed, or their number differs between processes.
-            NotOffered: a window of several micro-batches has losses with several weights, or the backend divides the
-                loss itself.
+            NotOffered: the backend divides the loss itself; or a window of several micro-batches has losses with
+                several weights, and the backend reduces gradients in each backward pass.
 
         Example:
             >>> loss = loss_function(model(inputs), targets)
@@ -256,7 +257,11 @@ class TrainingMixin(Facade):
         if session.gradient.sync_gradients:
             STATUS_RECORD.backwards += 1
         if weight is not None:
-            accumulation.add_loss(loss, weight, lambda total: self._backward_with_hooks(total, dict(kwargs)))
+
+            def backward(total: Tensor, **options: Any) -> None:
+                self._backward_with_hooks(total, {**kwargs, **options})
+
+            accumulation.add_loss(loss, weight, backward, session.prepared.optimizers)
             return
         try:
             if accumulation.plain and not (kwargs or hooks.before_backward or hooks.after_backward):
