@@ -313,7 +313,7 @@ class StepJudge(Hook):
     def _read(self, measure: _Measure) -> list[float]:
         """The numbers on the host, which waits for the device once."""
         if measure.sums is not None:
-            values: list[float] = measure.sums.tolist()
+            values: list[float] = measure.sums.cpu().tolist()
             return values
         total, share = self._window.total, self._window.share
         if total is None or measure.norm is None:
@@ -324,7 +324,7 @@ class StepJudge(Hook):
         if total.is_cpu and norm.is_cpu:
             # There is nothing to wait for.
             return [total.item(), share, norm.item()]
-        loss, number = torch.stack([total.float(), norm.to(total.device)]).tolist()
+        loss, number = torch.stack([total.float(), norm.to(total.device)]).cpu().tolist()
         return [loss, share, number]
 
     def _is_normal_overflow(self, optimizer: Optimizer, loss: float, values: list[float], processes: int) -> bool:
