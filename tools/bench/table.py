@@ -9,6 +9,7 @@ from bench.case import Case
 from bench.cases import (
     big_models,
     gpu,
+    judged_steps,
     loaders,
     matrices_and_averages,
     nested_data,
@@ -31,6 +32,7 @@ def cases() -> tuple[Case, ...]:
         training,
         ragged_data,
         matrices_and_averages,
+        judged_steps,
         whole_runs,
         gpu,
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +289,18 @@ def uneven(rank: int) -> list[str]:
 
 def test_uneven_inputs_are_refused(two: Processes) -> None:
     assert two.run(uneven, 0) == [["Cannot enter join_uneven_inputs in a run with a StepGuard."]] * 2
+
+
+def test_a_guarded_accelerator_is_pickled_and_freed() -> None:
+    accelerator, model, optimizer = prepared(StepGuard(nonfinite="skip"))
+    again = pickle.loads(pickle.dumps(accelerator))
+    assert again.guard is not None
+    assert again.guard is not accelerator.guard
+    seen = weakref.ref(model[0].weight)
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    del again
+    gc.collect()
+    assert seen() is None
 
 
 def test_a_rollback_needs_a_prepared_loader() -> None:

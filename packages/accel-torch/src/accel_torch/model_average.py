@@ -332,22 +332,21 @@ class ModelAverage:
         self._averages, self._buffers = loaded
         self._exchange({**own[0], **own[1]})
 
-    def keep(self) -> Callable[[], None]:
-        """Copy the average to host memory; the returned function puts it back."""
-        counts, stepped = (self.steps, self.updates), dict(self._stepped)
+    def kept(self) -> tuple[Any, ...]:
+        """A copy of the average in host memory, for `go_back`."""
         copies = [{name: value.to("cpu", copy=True) for name, value in one.items()} for one in self._own()]
+        return self.steps, self.updates, dict(self._stepped), copies
 
-        def put_back() -> None:
-            self.steps, self.updates = counts
-            self._stepped.clear()
-            self._stepped.update(stepped)
-            for own, kept in zip(self._own(), copies, strict=True):
-                for name in [name for name in own if name not in kept]:
-                    del own[name]
-                for name, value in kept.items():
-                    own[name].copy_(value)
-
-        return put_back
+    def go_back(self, kept: tuple[Any, ...]) -> None:
+        """Have the average that `kept` copied."""
+        self.steps, self.updates, stepped, copies = kept
+        self._stepped.clear()
+        self._stepped.update(stepped)
+        for own, copied in zip(self._own(), copies, strict=True):
+            for name in [name for name in own if name not in copied]:
+                del own[name]
+            for name, value in copied.items():
+                own[name].copy_(value)
 
     def _own(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         return self._averages, self._buffers
@@ -380,7 +379,15 @@ class _FollowSteps(Hook):
     def keep_state(self) -> Callable[[], None]:
         """Keep the average in a snapshot of the run."""
         average = self._average()
-        return _nothing if average is None else average.keep()
+        if average is None:
+            return _nothing
+        kept = average.kept()
+
+        def put_back() -> None:
+            if (average := self._average()) is not None:
+                average.go_back(kept)
+
+        return put_back
 
 
 def _nothing() -> None:

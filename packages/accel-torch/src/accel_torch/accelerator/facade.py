@@ -52,7 +52,7 @@ class Facade:
     def __reduce__(self) -> Any:
         # An unpickled Accelerator joins the run of the process that unpickles it.
         session = self.session
-        remembered = {name: value for name, value in vars(session.prepared).items() if name != "scaler"}
+        remembered = {name: value for name, value in vars(session.prepared).items() if name not in ("scaler", "guard")}
         options = session.options
         options = options._replace(backends=dict(options.backends), plugins=dict(options.plugins))
         return _taking_part, (type(self), options, remembered)

@@ -115,7 +115,7 @@ def conclude(
         replicated: whether all processes should have the same gradients and weights.
     """
     ranks = list(range(len(everyones)))
-    other = _minority(everyones)
+    other = _minority(everyones) if replicated else []
     if other or (other := [rank for rank in ranks if everyones[rank].flipped_weight]):
         return Conclusion("hardware", other)
     if replicated and (other := _apart([one.norm for one in everyones])):

@@ -94,14 +94,20 @@ class StepEvent(NamedTuple):
         return {"time": line.pop("time") or time.time(), **line}
 
 
-def tell(event: StepEvent, rank: int) -> None:
-    """Log an event on the first process, append it to the project's file, and note it in the status record of all."""
+def tell(event: StepEvent, rank: int, folder: str | None) -> None:
+    """Log an event on the first process, append it to the project's file, and note it in the status record of all.
+
+    Args:
+        event: the event.
+        rank: rank of this process.
+        folder: the project's folder, if there is one.
+    """
     STATUS_RECORD.bad_step = f"step {event.step}: {event.kind} {event.quantity} ({event.cause}), {event.action}"
     if rank:
         return
     back = "" if event.back_to is None else f" to step {event.back_to}"
     _logger.warning("StepGuard: %s%s. %s %s", event.action, back, event.sentence, event.details)
-    if STATUS_RECORD.folder:
-        error = append_line(os.path.join(STATUS_RECORD.folder, EVENTS), event.as_json())
+    if folder is not None:
+        error = append_line(os.path.join(folder, EVENTS), event.as_json())
         if error is not None:
             _logger.warning("StepGuard: cannot write %s: %s", EVENTS, error)

@@ -374,13 +374,18 @@ class StepJudge(Hook):
         back_to = self._snapshot_step() if action == "rollback" else None
         event = _event(watch, verdict, action, finding, everyones, back_to)
         self.events.append(event)
-        tell(event, self._process.rank)
+        tell(event, self._process.rank, self._folder())
         if action == "raise":
             raise _error(event, watch.bad_in_a_row if many else 0)
         if self._buffers is not None:
             self._buffers.put_back()
         self._goes_back, self._bad = action == "rollback", self.window.batches
         return False
+
+    def _folder(self) -> str | None:
+        session = self._session()
+        project = None if session is None else session.options.project
+        return None if project is None else project.project_dir or project.logging_dir
 
     def _snapshot_step(self) -> int:
         if self._snapshots is None or not self._snapshots.exists:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -113,27 +114,30 @@ class BufferCopies:
     """Copies of the buffers of models from after the last good step: a bad forward pass may have changed them."""
 
     def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
-        self._copies: list[Tensor] = []
+        # By module and name, because forward may assign another tensor.
+        self._copies: list[tuple[weakref.ref[Module], str, Tensor]] = []
 
     def follow(self, session: Session, models: Sequence[Module]) -> None:
         """Keep the buffers of models, too."""
         for model in models:
-            added = list(session.strategy.unwrap(strategy_model(model)).buffers())
-            self._buffers += added
-            self._copies += [buffer.detach().clone() for buffer in added]
+            for module in session.strategy.unwrap(strategy_model(model)).modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    self._copies.append((weakref.ref(module), name, buffer.detach().clone()))
 
-    @torch.no_grad()
     def keep(self) -> None:
         """Copy the buffers."""
-        if self._buffers:
-            torch._foreach_copy_(self._copies, self._buffers)  # pyright: ignore[reportPrivateImportUsage]
+        self._copy(lambda buffers, copies: (copies, buffers))
 
-    @torch.no_grad()
     def put_back(self) -> None:
         """Give the buffers their values from before the bad step."""
-        if self._buffers:
-            torch._foreach_copy_(self._buffers, self._copies)  # pyright: ignore[reportPrivateImportUsage]
+        self._copy(lambda buffers, copies: (buffers, copies))
+
+    @torch.no_grad()
+    def _copy(self, direction: Callable[[list[Tensor], list[Tensor]], tuple[list[Tensor], list[Tensor]]]) -> None:
+        pairs = [(getattr(one, name), copy) for module, name, copy in self._copies if (one := module()) is not None]
+        if pairs:
+            targets, sources = direction([buffer for buffer, _ in pairs], [copy for _, copy in pairs])
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _iteration(loader: Any) -> Any:
