@@ -184,6 +184,20 @@ def _repeat(arguments: Namespace) -> int:
     return repeat_run(run_folder(arguments.run), arguments.output, arguments.steps, arguments.start)
 
 
+def _declare_report(parser: ArgumentParser) -> None:
+    parser.add_argument("runs", metavar="RUN", nargs="+", help=f"{_RUN}.")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("report.html"), help="HTML file to write; by default report.html."
+    )
+    parser.add_argument("--watch", action="store_true", help="Write it again every 5 seconds until the run ends.")
+
+
+def _report(arguments: Namespace) -> int:
+    from accel_cli.runs.report import show_report
+
+    return show_report([run_folder(run) for run in arguments.runs], arguments.output, arguments.watch)
+
+
 ACTIONS: Final = (
     Action(
         "list",
@@ -228,6 +242,16 @@ ACTIONS: Final = (
         ("runs/mixed", "runs/mixed --json"),
         _declare_samples,
         _samples,
+    ),
+    Action(
+        "report",
+        "write one HTML file about one run or several",
+        "What happened in it? Writes a page that needs nothing else: curves of all runs with zoom and smoothing,\n"
+        "goodput with failures, restarts, saves and bad steps, memory, seconds by category, checkpoints, settings and\n"
+        "differences.",
+        ("runs/digits -o digits.html", "runs/a runs/b --watch"),
+        _declare_report,
+        _report,
     ),
     Action(
         "diff",
