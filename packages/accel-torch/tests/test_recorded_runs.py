@@ -166,3 +166,30 @@ def test_what_cannot_be_repeated_is_said(trained: Path, tmp_path: Path) -> None:
         "not contain sec",
     ):
         assert said in finished.stderr
+
+
+CASES = {
+    "bad data": (("--bad_sample", 21), 6, True, True, "the data or the numerics"),
+    "a fault that came once": (("--fault_at", 6), 6, True, False, "the machine or a race"),
+    "unseeded random numbers": (("--random",), 4, False, False, "differ"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_replayed_step_tells_its_cause(case: str, tmp_path: Path) -> None:
+    options, step, repeats, again, verdict = CASES[case]
+    words = ("launch", "--cpu", "--num_processes", 1, SCRIPT, "--project_dir", "run", *options)
+    finished = run(tmp_path, *ACCEL, *words)
+    assert finished.returncode == 0, finished.stderr
+    replayed = run(tmp_path, *ACCEL, "runs", "replay", "run", "--step", step, "--json")
+    found = json.loads(replayed.stdout)
+    assert (found["repeats"], found["bad_again"], found["checkpoint"]) == (repeats, again, f"checkpoint_{step - 2}")
+    assert verdict in found["verdict"], found
+    assert replayed.returncode == int(again or not repeats)
+    assert found["bad_before"] is (case != "unseeded random numbers")
+
+
+def test_a_step_without_a_checkpoint_before_it_is_a_typed_error(trained: Path) -> None:
+    finished = run(trained.parent, *ACCEL, "runs", "replay", trained, "--step", 1)
+    assert finished.returncode == 2
+    assert "no automatic checkpoint from before this step" in finished.stderr

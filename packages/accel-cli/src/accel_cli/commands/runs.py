@@ -198,6 +198,19 @@ def _report(arguments: Namespace) -> int:
     return show_report([run_folder(run) for run in arguments.runs], arguments.output, arguments.watch)
 
 
+def _declare_replay(parser: ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help=f"{_RUN}.")
+    parser.add_argument("--step", type=int, metavar="N", required=True, help="Number of the step, from 1.")
+    parser.add_argument("--output", metavar="FOLDER", help="Folder for both replays; by default beside the run.")
+    _json(parser)
+
+
+def _replay(arguments: Namespace) -> int:
+    from accel_cli.runs.replay import show_replay
+
+    return show_replay(run_folder(arguments.run), arguments.step, arguments.output, arguments.json)
+
+
 ACTIONS: Final = (
     Action(
         "list",
@@ -271,6 +284,16 @@ ACTIONS: Final = (
         ("runs/digits", "runs/digits --steps 100 --start"),
         _declare_repeat,
         _repeat,
+    ),
+    Action(
+        "replay",
+        "make one step of a run twice more",
+        "Why was this step bad? Starts the recorded command twice from the newest automatic checkpoint before the\n"
+        "step, and says whether the step repeats bit-equal, and whether it is bad again (data or numerics) or not (hardware\n"
+        "or a race). Exit code 0 if it repeats and is good, else 1.",
+        ("runs/digits --step 4711", "runs/digits --step 4711 --json"),
+        _declare_replay,
+        _replay,
     ),
 )
 """The actions, in the order of the help text."""

@@ -21,7 +21,7 @@ from accel_state.watch.record import CATEGORIES, STEP
 from accel_tracking.record import leaves_by_key, read_run_record
 from accel_tracking.trackers.jsonl import read_run
 
-__all__ = ("collect_run", "thinned")
+__all__ = ("EVENTS", "collect_run", "lines_of", "thinned")
 
 EVENTS: Final = "events.jsonl"
 """File in a project folder with one line for each bad step that the guard of steps saw."""
@@ -151,7 +151,7 @@ def _events(found: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> 
     for row in found["checkpoints"]:
         if row["written"] is not None:
             yield {"time": row["written"], "kind": "save", "text": f"{row['name']}, {row['position'] or row['state']}"}
-    for line in _lines(found["folder"], FAILURES):
+    for line in lines_of(found["folder"], FAILURES):
         step = (line.get("fingerprint") or {}).get("step")
         text = f"{line.get('kind', '')}: {line.get('message', '')} {line.get('reason', '')}"
         yield {"time": line["time"], "kind": "failure", "text": redact(text)[:500], "step": step}
@@ -159,14 +159,14 @@ def _events(found: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> 
         changed = ", ".join(attempt.get("changed") or ())
         text = f"start {attempt.get('restarts', 0) + 1} on {attempt.get('host', '')}"
         yield {"time": attempt["time"], "kind": "restart", "text": text + (f"; changed: {changed}" if changed else "")}
-    for line in _lines(found["folder"], EVENTS):
+    for line in lines_of(found["folder"], EVENTS):
         parts = [str(line.get(name, "")) for name in ("kind", "quantity", "value")]
         more = [f"{name} {line[name]}" for name in ("action", "cause", "ranks", "samples") if line.get(name)]
         text = redact(f"{' '.join(filter(None, parts))}; {', '.join(more)}")[:500]
         yield {"time": line["time"], "kind": "guard", "text": text, "step": line.get("step")}
 
 
-def _lines(folder: str, name: str) -> Iterator[dict[str, Any]]:
+def lines_of(folder: str, name: str) -> Iterator[dict[str, Any]]:
     """The valid lines of a file of events."""
     try:
         texts = read_limited(os.path.join(folder, name), _MOST_BYTES).splitlines()
