@@ -289,8 +289,8 @@ ACTIONS: Final = (
         "replay",
         "make one step of a run twice more",
         "Why was this step bad? Starts the recorded command twice from the newest automatic checkpoint before the\n"
-        "step, and says whether the step repeats bit-equal, and whether it is bad again (data or numerics) or not (hardware\n"
-        "or a race). Exit code 0 if it repeats and is good, else 1.",
+        "step, and says whether the step repeats bit-equal, and whether it is bad again (data or numerics) or not\n"
+        "(hardware or a race). Exit code 0 if it repeats and is good, else 1.",
         ("runs/digits --step 4711", "runs/digits --step 4711 --json"),
         _declare_replay,
         _replay,
