@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 import accel_check.started
@@ -71,7 +73,9 @@ def check(
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     finished = run_command([*words, str(script)], timeout=280, env=environment)
     assert finished.stdout, str(finished)
-    return finished.returncode, json.loads(finished.stdout)
+    found = json.loads(finished.stdout)
+    jsonschema.validate(found, json.loads(files("accel_check").joinpath("schemas", "check-plan.json").read_text()))
+    return finished.returncode, found
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,6 +26,7 @@ from accel_tracking import read_run
 from accel_tracking.record import RECORD, read_run_record
 
 SCRIPT = Path(__file__).with_name("recorded_script.py")
+SCHEMAS = files("accel_cli").joinpath("schemas")
 ACCEL = (sys.executable, "-m", "accel_cli.main")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes, and reads /proc")
@@ -64,6 +67,8 @@ def test_a_launch_and_its_restart_are_recorded(killed: Path) -> None:
     assert settings["project_config.total_limit"] == (20, "argument")
     assert [(one["restarts"], one["changed"]) for one in found["attempts"]] == [(0, []), (1, [])]
     assert len({one["launch"] for one in found["attempts"]}) == 1
+    written = json.loads((killed / "run" / RECORD).read_text())
+    jsonschema.validate(written, json.loads(SCHEMAS.joinpath("run.json").read_text()))
     assert found["world"]["processes"] == 2
     assert found["seeds"] == {"torch": 0, "given": True, "data_seed": None, "PYTHONHASHSEED": None}
     assert [(one["class"].rpartition(".")[2], one["length"]) for one in found["data"]] == [("TensorDataset", 48)]
@@ -183,6 +188,7 @@ def test_a_replayed_step_tells_its_cause(case: str, tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stderr
     replayed = run(tmp_path, *ACCEL, "runs", "replay", "run", "--step", step, "--json")
     found = json.loads(replayed.stdout)
+    jsonschema.validate(found, json.loads(SCHEMAS.joinpath("runs-replay.json").read_text()))
     assert (found["repeats"], found["bad_again"], found["checkpoint"]) == (repeats, again, f"checkpoint_{step - 2}")
     assert verdict in found["verdict"], found
     assert replayed.returncode == int(again or not repeats)

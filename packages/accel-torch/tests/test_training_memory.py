@@ -11,10 +11,12 @@ import shlex
 import sys
 import time
 from argparse import ArgumentParser
+from importlib.resources import files
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 from torch import Tensor, nn
@@ -356,6 +358,7 @@ def test_the_command_prints_json_and_draws(tmp_path: Path, capsys: pytest.Captur
     common = ("--training", "--device", "cpu", "--memory", "1GiB")
     assert command(f"{MODELS}:cnn", *common, "--processes", 2, "--json", "--picture", picture) == 0
     found = json.loads(capsys.readouterr().out)
+    jsonschema.validate(found, json.loads(files("accel_torch").joinpath("schemas", "estimate-memory.json").read_text()))
     assert {one["name"] for one in found["plans"]} == {"ddp", "fsdp2", "fsdp2 + offload"}
     assert all(one["fits"] and one["peak"] and one["launch"].startswith("accel launch") for one in found["plans"])
     assert picture.read_text().startswith("<svg")
