@@ -114,7 +114,7 @@ def _goodput(folder: str) -> dict[str, Any] | None:
         if line["time"] > summary.began:
             over_time.append((line["time"], min(steps / (line["time"] - summary.began), 1.0)))
     memory = {
-        f"{name} of rank {rank}": [(line["time"], line[key] / 2**20) for line in lines if _is_count(line.get(key))]
+        f"{name} of rank {rank}": _megabytes(lines, key)
         for rank, lines in history.items()
         for key, name in (("memory", "memory"), ("device_memory", "device memory"))
     }
@@ -129,6 +129,19 @@ def _goodput(folder: str) -> dict[str, Any] | None:
         "over_time": over_time,
         "memory": {name: points for name, points in memory.items() if points},
     }
+
+
+def _megabytes(lines: Iterable[Mapping[str, Any]], key: str) -> Points:
+    """A number of bytes over time, with a gap between two starts of the process."""
+    points: Points = []
+    began = None
+    for line in lines:
+        if _is_count(line.get(key)):
+            if began not in (None, line["began"]):
+                points.append((line["began"], None))
+            began = line["began"]
+            points.append((line["time"], line[key] / 2**20))
+    return points
 
 
 def _moment(entry: tuple[Mapping[str, Any], int]) -> tuple[float, int]:
