@@ -28,6 +28,7 @@ from accel_state.run_state import (
     check_given,
     precision_name,
 )
+from accel_state.settings.environ import REPEATED_RUN
 from accel_state.watch.record import STATUS_FOLDER, STATUS_RECORD
 from accel_torch.accumulation import StepsOfShares
 from accel_torch.hooks import PROCESS_HOOKS, Hook
@@ -50,6 +51,10 @@ def start_session(options: Options) -> Session:
         Conflict: an option differs from that of the active run.
         SettingError, Missing, NotOffered: an option has an invalid value, needs a package, or is not supported.
     """
+    if os.environ.get(REPEATED_RUN):
+        from accel_torch.repeated_run import follow_request
+
+        follow_request()
     for hook in PROCESS_HOOKS:
         options = hook.configure(options)
     _begin_records(options)

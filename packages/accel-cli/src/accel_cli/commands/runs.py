@@ -171,6 +171,19 @@ def _diff(arguments: Namespace) -> int:
     return show_difference(one, other, arguments.json)
 
 
+def _declare_repeat(parser: ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help=f"{_RUN}.")
+    parser.add_argument("--steps", type=int, metavar="N", help="End after step N of the run.")
+    parser.add_argument("--output", metavar="FOLDER", help="Folder of the new run; by default one beside the run.")
+    parser.add_argument("--start", action="store_true", help="Start it; otherwise the command is only printed.")
+
+
+def _repeat(arguments: Namespace) -> int:
+    from accel_cli.runs.repeat import repeat_run
+
+    return repeat_run(run_folder(arguments.run), arguments.output, arguments.steps, arguments.start)
+
+
 ACTIONS: Final = (
     Action(
         "list",
@@ -225,6 +238,15 @@ ACTIONS: Final = (
         ("runs/a runs/b", "runs/a runs/b --json"),
         _declare_diff,
         _diff,
+    ),
+    Action(
+        "repeat",
+        "start the same run once more in a new folder",
+        "Does it come out the same? Prints the recorded command with its settings and seeds and, with --start, starts\n"
+        "it in a new folder and compares the metrics. Warns about what cannot be repeated.",
+        ("runs/digits", "runs/digits --steps 100 --start"),
+        _declare_repeat,
+        _repeat,
     ),
 )
 """The actions, in the order of the help text."""
