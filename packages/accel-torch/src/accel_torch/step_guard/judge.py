@@ -399,7 +399,8 @@ class StepJudge(Hook):
             due = due and good - self._good_at_snapshot >= (self.guard.snapshot_every or 1)
         if due or (not self._snapshots.exists and has_stepped):
             self._good_at_snapshot = good
-            self._snapshots.take(session, self.state_dict())
+            steps = max((watch.steps for watch in self._watches), default=0)
+            self._snapshots.take(session, self.state_dict(), steps)
 
     # ------------------------------------------------------------------ checkpoints
 
