@@ -25,9 +25,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accel_ops import gather_object, set_seed
-from accel_plugins.deepspeed.config import DeepSpeedPlugin
-from accel_plugins.deepspeed.objects import DummyOptim, DummyScheduler
-from accel_plugins.deepspeed.zero_init import gathered
+from accel_plugins.deepspeed.config import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from accel_plugins.deepspeed.engine import gathered
 from accel_plugins.precision.config import AORecipeKwargs
 from accel_state.errors import AccelError
 from accel_state.run_state import AcceleratorState
