@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import blake2b
@@ -37,7 +37,7 @@ from accel_bigmodel.weight_files.reading import (
 from accel_bigmodel.weight_layout import WeightLayout, layout_of
 from accel_ops.agreement import StoreBarrier
 from accel_ops.collectives import broadcast
-from accel_ops.dtensors import local_chunks
+from accel_ops.dtensors import local_chunks, write_full_tensor
 from accel_state import current
 from accel_state.errors import AccelError, CheckpointError, SettingError
 from accel_state.identity import Process
@@ -47,7 +47,6 @@ __all__ = (
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_state_dict",
-    "on_one_device",
 )
 
 _FAILURE: Final = "Cannot load a checkpoint on several processes."
@@ -235,42 +234,6 @@ def holds_sharded_weights(model: nn.Module) -> bool:
     return module is not None and any(isinstance(parameter, module.DTensor) for parameter in model.parameters())
 
 
-@contextmanager
-def on_one_device(model: nn.Module) -> Iterator[None]:
-    """Move what is not sharded to the host inside the block, if the shards are there.
-
-    torch distributes full weights only to tensors on one device, and an offloaded model has its shards on the host, and
-    its buffers on the device.
-    """
-    moved: dict[int, tuple[Tensor, Tensor]] = {}
-    offloaded = any(hasattr(own, "to_local") and own.device.type == "cpu" for own in model.parameters())
-    kept = [tensors for module in model.modules() for tensors in (module._parameters, module._buffers)]
-    if offloaded:
-        _exchange(kept, lambda own: moved.setdefault(id(own), (_on_host(own), own))[0] if _is_elsewhere(own) else own)
-    try:
-        yield
-    finally:
-        originals = {id(host): own for host, own in moved.values()}
-        with torch.no_grad():
-            for host, own in moved.values():
-                own.copy_(host)
-        _exchange(kept, lambda own: originals.get(id(own), own))
-
-
-def _exchange(kept: Iterable[dict[str, Any]], exchanged: Callable[[Tensor], Tensor]) -> None:
-    for tensors in kept:
-        tensors.update({name: exchanged(own) for name, own in tensors.items() if own is not None})
-
-
-def _is_elsewhere(own: Tensor) -> bool:
-    return own.device.type not in ("cpu", "meta")
-
-
-def _on_host(own: Tensor) -> Tensor:
-    host = own.detach().cpu()
-    return nn.Parameter(host, own.requires_grad) if isinstance(own, nn.Parameter) else host
-
-
 def _load_together(
     model: nn.Module,
     checkpoint: Any,
@@ -313,8 +276,10 @@ def _load_together(
             if answer["all"]:
                 report = _read_shards(model, view, report)
         barrier.wait("read", last=True)
-        if not answer["all"]:
-            _distribute(model, view, full_state_dict)
+        if not full_state_dict:
+            _read_own(model, view)
+        elif not answer["all"]:
+            _distribute(model, view, answer["weights"], process)
         return report
 
 
@@ -387,30 +352,44 @@ def _with_canonical_names(layout: WeightLayout) -> WeightLayout:
     return replace(layout, weights=named, tied=tuple(tuple(map(canonical_name, names)) for names in layout.tied))
 
 
-def _read_shards(model: nn.Module, view: _View, report: LoadReport) -> LoadReport:
-    """Read the parts of weights that this process holds."""
-    copies, fresh, filled = list[Copy](), dict[str, Tensor](), set[int]()
+@contextmanager
+def _memory_of(model: nn.Module, names: Collection[str]) -> Iterator[dict[str, Any]]:
+    """The model's tensors with these names, each once. Those without data get memory, and are in the model at the end.
+
+    Args:
+        model: the model.
+        names: canonical names.
+    """
+    tensors, fresh, seen = dict[str, Any](), dict[str, Tensor](), set[int]()
     for name, own in tensors_of(model).items():
-        weight = view.stored.get(canonical_name(name))
-        if weight is None or id(own) in filled:
+        if canonical_name(name) not in names or id(own) in seen:
             continue
-        filled.add(id(own))
+        seen.add(id(own))
         if own.is_meta:
             memory = torch.empty_like(own, device=_device_of(own))
             is_parameter = isinstance(own, nn.Parameter)
             own = fresh[name] = nn.Parameter(memory, own.requires_grad) if is_parameter else memory
-        if hasattr(own, "to_local"):
-            copies += [Copy(chunk.local, weight, chunk.offsets) for chunk in local_chunks(own)]
-        else:
-            copies.append(Copy(own, weight, None))
-    with load_progress(model, sum(copy.size for copy in copies)) as advance:
-        read = copy_all(copies, advance)
+        tensors[canonical_name(name)] = own
+    yield tensors
     if fresh:
         # Tied parameters stay tied: each name gets the tensor of its group.
-        for names in layout_of(model).tied:
-            first = next((fresh[name] for name in names if name in fresh), None)
-            fresh.update({name: first for name in names if first is not None})
+        for tied in layout_of(model).tied:
+            first = next((fresh[name] for name in tied if name in fresh), None)
+            fresh.update({name: first for name in tied if first is not None})
         model.load_state_dict(fresh, strict=False, assign=True)
+
+
+def _read_shards(model: nn.Module, view: _View, report: LoadReport) -> LoadReport:
+    """Read the parts of weights that this process holds."""
+    copies = list[Copy]()
+    with _memory_of(model, view.stored) as tensors:
+        for name, own in tensors.items():
+            if hasattr(own, "to_local"):
+                copies += [Copy(chunk.local, view.stored[name], chunk.offsets) for chunk in local_chunks(own)]
+            else:
+                copies.append(Copy(own, view.stored[name], None))
+        with load_progress(model, sum(copy.size for copy in copies)) as advance:
+            read = copy_all(copies, advance)
     return replace(report, bytes_read=read)
 
 
@@ -420,18 +399,28 @@ def _device_of(own: Any) -> torch.device:
     return current.process_or_start().device if mesh is None else torch.device(mesh.device_type)
 
 
-def _distribute(model: nn.Module, view: _View, full: bool) -> None:
-    """Let torch distribute the shards: from the weights of the first process, or from each process's own files."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+def _read_own(model: nn.Module, view: _View) -> None:
+    """Load each process's own files, in which the weights are sharded as they are saved there."""
+    with _memory_of(model, view.stored) as tensors, torch.no_grad():
+        for name, own in tensors.items():
+            own.copy_(view.stored[name].mapped())
 
-    own = {canonical_name(name): tensor.dtype for name, tensor in tensors_of(model).items()}
-    given: dict[str, Any] = {
-        name: weight.mapped().to(own[name] if own[name].is_floating_point else weight.dtype)
-        for name, weight in view.stored.items()
-    }
-    options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=full, strict=False)
-    with on_one_device(model):
-        set_model_state_dict(model, given, options=options)
+
+def _distribute(model: nn.Module, view: _View, names: Collection[str], process: Process) -> None:
+    """Let the first process send one full weight after the other, of which every process keeps its part.
+
+    torch's own functions are wrong for shards that consist of several parts.
+    """
+    with _memory_of(model, names) as tensors:
+        for name, own in tensors.items():
+            full = torch.empty(own.shape, dtype=own.dtype, device=process.device)
+            if name in view.stored:
+                full.copy_(view.stored[name].mapped())
+            broadcast(full)
+            if hasattr(own, "to_local"):
+                write_full_tensor(own, full)
+            else:
+                own.detach().copy_(full)
 
 
 def _read_by_first(

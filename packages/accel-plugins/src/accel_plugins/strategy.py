@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from accel_plugins.shards import BatchShare, Shards
     from accel_plugins.transform import Transform
 
-__all__ = ("Strategy",)
+__all__ = ("Strategy", "finite_or_zero")
 
 _NULL_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
 
@@ -250,6 +250,34 @@ class Strategy:
         """
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
+    def norm_with_sums(
+        self, parameters: Iterable[Tensor], sums: Tensor, max_norm: float | None = None, norm_type: float = 2.0
+    ) -> Tensor | None:
+        """The total norm of gradients as `clip_norm` returns it, and sums of a few numbers over all processes.
+
+        Called for each step of a run with a guard of steps, after gradients are complete and unscaled. `sums` has
+        numbers of this process, on its device; they are replaced by their sums over all processes. The last one is a
+        place for the norm: it becomes the sum of the norms that the processes have. Gradients are clipped to
+        `max_norm`, or not at all if it is None; where their norm is not finite they may stay as they are.
+
+        By default this makes one reduction. A strategy whose norm is reduced over all processes anyway overrides it to
+        send both in one message.
+        """
+        listed = [parameter for parameter in parameters if parameter.grad is not None]
+        norm: Tensor | float | None
+        if self.overrides("clip_norm"):
+            norm = self.clip_norm(listed, float("inf") if max_norm is None else max_norm, norm_type)
+        else:
+            gradients = [_dense(parameter.grad) for parameter in listed if parameter.grad is not None]
+            norm = total = _complete(torch.nn.utils.get_total_norm(gradients, norm_type))
+            if max_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(listed, max_norm, finite_or_zero(total))
+        if norm is not None:
+            sums[-1] = norm
+        if self.context.process.world_size > 1:
+            self.context.process.transport.all_reduce(sums).wait()
+        return norm if norm is None else torch.as_tensor(norm)
+
     def clip_value(self, parameters: Iterable[Tensor], value: float) -> None:
         """Clamp every element of the gradients to `[-value, value]`. Called after gradients are complete and
         unscaled."""
@@ -267,6 +295,15 @@ class Strategy:
         for the device.
         """
         return self.context.precision.step(optimizer, closure)
+
+    def leave_out(self, optimizer: Optimizer) -> None:
+        """Clear an optimizer's gradients and forget what was noted about them, because a step is left out.
+
+        Called by the prepared optimizer instead of `step`, on every process. Weights, optimizer and loss scale must
+        stay as they are, and the next step must be that of a run which has never computed these gradients.
+        """
+        self.context.precision.leave_out(optimizer)
+        optimizer.zero_grad(set_to_none=True)
 
     def after_step(self, model: Module | None, optimizer: Optimizer) -> None:
         """Work that follows an optimizer step, such as averaging parameters every few steps.
@@ -411,6 +448,16 @@ class Strategy:
         Called once: by `end_training` of the last Accelerator of the run, or else when the run or the process ends.
         Training has finished; `unwrap`, `state_dict` and `save` may still be called.
         """
+
+
+def finite_or_zero(norm: Tensor) -> Tensor:
+    """The norm by which gradients are clipped: 0, which leaves them as they are, in place of one that is not finite."""
+    return norm.nan_to_num(nan=0.0, posinf=0.0)
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """The values of a gradient, which has the same norm; torch has no norm of a sparse one."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _complete(tensor: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from accel_torch.accumulation import StepsOfShares
 from accel_torch.hooks import PROCESS_HOOKS, Hook
 from accel_torch.options import Options
 from accel_torch.session import Session
+from accel_torch.step_guard.config import StepGuard
 
 if TYPE_CHECKING:
     from accel_plugins.transform import Transform
@@ -68,8 +69,16 @@ def start_session(options: Options) -> Session:
         from accel_torch.replicas import ReplicaChecker
 
         session.hooks.enter(ReplicaChecker(options.check_replicas_every, session.prepared, session.strategy))
+    if options.handler(StepGuard) is not None:
+        from accel_torch.step_guard.judge import guard_steps
+
+        guard_steps(session)
     for hook in hooks:
         hook.start(session)
+    if session.process.rank == 0 and options.project.project_dir is not None:
+        from accel_torch.run_recorder import record_run
+
+        record_run(session)
     if session.state.num_processes > 1:
         # One process has no mistakes to find before `prepare`, and is spared the import.
         from accel_torch.misuse import guard_first_steps

@@ -42,6 +42,7 @@ from accel_plugins.mesh import SHARDING_AXES, flattened, submesh
 from accel_plugins.model_part import ModelPart
 from accel_plugins.parameters import find_tied_parameters
 from accel_plugins.shards import Shards
+from accel_plugins.strategy import finite_or_zero
 from accel_state.errors import Conflict, NotOffered
 
 __all__ = ("FSDP2Strategy", "apply_fully_shard")
@@ -194,12 +195,31 @@ class FSDP2Strategy(ShardedStrategy):
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         groups = _alike(parameters)
-        norms = [_norm(group, norm_type) for group in groups]
-        # Unsharded parameters remain on the device when the others are offloaded.
-        together = [norm.to(norms[0].device) for norm in norms]
-        total = torch.linalg.vector_norm(torch.stack(together), norm_type) if together else torch.zeros(())
+        total = _total_norm(groups, norm_type)
         for group in groups:
             clip_grads_with_norm_(group, max_norm, total)
+        return total
+
+    def norm_with_sums(
+        self, parameters: Iterable[Tensor], sums: Tensor, max_norm: float | None = None, norm_type: float = 2.0
+    ) -> Tensor | None:
+        """The sums travel with the norm, if one reduction over all processes makes it."""
+        groups = _alike(parameters)
+        sharded = _shards_over_all(groups, self.context.process.world_size)
+        if sharded and norm_type != float("inf"):
+            norms: Any = torch._foreach_norm(sharded, norm_type)  # pyright: ignore[reportPrivateImportUsage]
+            sums[-1] = (torch.stack(norms).float() ** norm_type).sum()
+            self.context.process.transport.all_reduce(sums).wait()
+            total = sums[-1] ** (1.0 / norm_type)
+            sums[-1] = total * self.context.process.world_size
+        else:
+            total = _total_norm(groups, norm_type)
+            sums[-1] = total
+            if self.context.process.world_size > 1:
+                self.context.process.transport.all_reduce(sums).wait()
+        if max_norm is not None:
+            for group in groups:
+                clip_grads_with_norm_(group, max_norm, finite_or_zero(total))
         return total
 
     def clip_value(self, parameters: Iterable[Tensor], value: float) -> None:
@@ -246,6 +266,26 @@ def _alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
         if gradient is not None:
             groups.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(parameter)
     return list(groups.values())
+
+
+def _total_norm(groups: list[list[Tensor]], norm_type: float) -> Tensor:
+    norms = [_norm(group, norm_type) for group in groups]
+    # Unsharded parameters remain on the device when the others are offloaded.
+    together = [norm.to(norms[0].device) for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(together), norm_type) if together else torch.zeros(())
+
+
+def _shards_over_all(groups: list[list[Tensor]], processes: int) -> list[Tensor]:
+    """The shards of the gradients, if each gradient is divided over all processes by one dimension; else nothing."""
+    gradients = [parameter.grad for group in groups for parameter in group]
+    divided = [
+        gradient.to_local()
+        for gradient in gradients
+        if isinstance(gradient, DTensor)
+        and gradient.device_mesh.size() == processes
+        and [placement.is_shard() for placement in gradient.placements] == [True]
+    ]
+    return divided if len(divided) == len(gradients) else []
 
 
 def _norm(parameters: list[Tensor], norm_type: float) -> Tensor:

@@ -17,6 +17,7 @@ from accel_state.settings.schema import Setting, given_value, settings_of
 
 __all__ = (
     "DEFAULT",
+    "LAUNCH_RECORD",
     "ORIGINS",
     "Given",
     "fill_from_environment",
@@ -45,6 +46,10 @@ _PLAIN: Final = re.compile(r"[ -$&-+\--9;-~]*")
 
 ORIGINS: Final = "ACCEL_LAUNCH_ORIGINS"
 """Variable in which a launcher passes on the origin of each value: the flag, or the line of a config file."""
+
+
+LAUNCH_RECORD: Final = "ACCEL_LAUNCH_RECORD"
+"""Variable in which `accel launch` passes on, as JSON, its command line and its settings with their sources."""
 
 
 def read_setting(setting: Setting, environ: Mapping[str, str] | None = None) -> Given | None:

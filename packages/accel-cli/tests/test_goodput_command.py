@@ -7,9 +7,9 @@ from argparse import ArgumentParser
 
 import pytest
 
+from accel_cli.commands.runs import COMMAND
 from accel_state.errors import NotFound
 from accel_state.watch.record import CATEGORIES
-from accel_tracking.commands.runs import COMMAND
 
 
 @pytest.fixture

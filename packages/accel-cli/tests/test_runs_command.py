@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from accel_cli.command import find_command
+from accel_cli.commands.runs import COMMAND
 from accel_state.errors import Missing, SettingError
-from accel_state.plugins import plugins_of
 from accel_tracking import JSONLinesTracker, curves
-from accel_tracking.commands.runs import COMMAND
 from accel_tracking.curves import sparkline
 
 
@@ -41,8 +41,7 @@ def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command_has_an_entry_point() -> None:
-    (found,) = [found for found in plugins_of("accel.commands") if found.name == "runs"]
-    assert found.load() is COMMAND
+    assert find_command("runs") is COMMAND
 
 
 def test_runs_of_a_folder_are_listed(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +166,7 @@ def test_long_curves_are_averaged() -> None:
 
 def test_show_with_text_imports_neither_matplotlib_nor_torch(run_file: Path) -> None:
     code = (
-        "import sys, argparse; from accel_tracking.commands.runs import COMMAND as c\n"
+        "import sys, argparse; from accel_cli.commands.runs import COMMAND as c\n"
         "p = argparse.ArgumentParser(); c.add_arguments(p)\n"
         f"c.run(p.parse_args(['show', {str(run_file)!r}, '--text']))\n"
         "sys.exit(bool({'matplotlib', 'torch', 'numpy'} & set(sys.modules)))"

@@ -13,9 +13,9 @@ import pytest
 import torch
 from packaging.version import Version
 
-from accel_plugins.xla.install import install_xla
 from accel_state.errors import Missing, NotOffered
 from accel_state.settings.installed import importable, installed_version, look_again
+from accelerate.legacy.install_xla import install_xla
 
 SERIES = "{}.{}".format(*Version(torch.__version__).release)
 
