@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_check.launch import Launch, add_launch_options, add_script, launch_of, show_progress
+from accel_check.launch import ProcessLaunch, add_launch_options, add_script, launch_of, show_progress
 from accel_check.report import EXIT_CODES, ParityReport
 from accel_check.runs import CheckedScript, import_libraries, run
 from accel_state.errors import SettingError
@@ -53,7 +53,7 @@ class CheckParity:
 
 
 def check(
-    script: CheckedScript, launch: Launch, steps: int, progress: Callable[[str], None] | None = None
+    script: CheckedScript, launch: ProcessLaunch, steps: int, progress: Callable[[str], None] | None = None
 ) -> ParityReport:
     """Run a script in several processes and in one, and compare.
 
@@ -74,7 +74,7 @@ class _Check:
     """The runs of one check."""
 
     def __init__(
-        self, script: CheckedScript, launch: Launch, steps: int, folder: Path, progress: Callable[[str], None]
+        self, script: CheckedScript, launch: ProcessLaunch, steps: int, folder: Path, progress: Callable[[str], None]
     ) -> None:
         self._script, self._launch, self._steps, self._folder, self._progress = script, launch, steps, folder, progress
 

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from accel_check.launch import Launch, add_launch_options, add_script, launch_of, numbers_of, show_progress
-from accel_check.report import CODES, EXIT_CODES, TEXT, TEXTS, object_schema
+from accel_check.launch import ProcessLaunch, add_launch_options, add_script, launch_of, read_numbers, show_progress
+from accel_check.report import CODES, EXIT_CODES, TEXT_SCHEMA, TEXTS_SCHEMA, object_schema
 from accel_check.runs import CheckedScript, import_libraries, run_forked, run_path
 from accel_state.errors import SettingError
 
@@ -27,17 +27,17 @@ _SIZE: Final = {"type": "integer", "minimum": 0}
 PLAN_SCHEMA: Final = object_schema(
     {
         "verdict": {"enum": list(CODES)},
-        "reason": TEXT,
-        "backend": TEXT,
-        "findings": TEXTS,
+        "reason": TEXT_SCHEMA,
+        "backend": TEXT_SCHEMA,
+        "findings": TEXTS_SCHEMA,
         "ranks": {"type": "array", "items": _SIZE},
         "collectives": {
             "type": "object",
             "additionalProperties": object_schema({"calls": _SIZE, "bytes": _SIZE}),
         },
         "memory": {"type": "object", "additionalProperties": _SIZE},
-        "read": TEXTS,
-        "written": TEXTS,
+        "read": TEXTS_SCHEMA,
+        "written": TEXTS_SCHEMA,
     }
 )
 """The JSON schema of each line that `accel check-plan --json` prints."""
@@ -114,7 +114,7 @@ class CheckPlan:
 def add_options(parser: Any) -> None:
     """Declare the options of a plan, but for those of a launch."""
     parser.add_argument("--processes", type=int, help="The number of processes (default: product of the axes, or 1).")
-    parser.add_argument("--ranks", type=numbers_of, default=(), help="Further ranks to try, such as 3,17.")
+    parser.add_argument("--ranks", type=read_numbers, default=(), help="Further ranks to try, such as 3,17.")
     parser.add_argument("--memory", type=_size, metavar="SIZE", help="Memory of a device, such as 80GiB.")
     parser.add_argument("--json", action="store_true", help="Print each report as one line of JSON.")
 
@@ -139,7 +139,7 @@ def run_with(arguments: Namespace, script: CheckedScript) -> int:
 
 def check(
     script: CheckedScript,
-    launch: Launch,
+    launch: ProcessLaunch,
     ranks: Sequence[int] = (),
     memory: int | None = None,
     progress: Callable[[str], None] | None = None,
@@ -181,7 +181,7 @@ def check(
 class _Runs:
     """The runs of one check."""
 
-    def __init__(self, script: CheckedScript, launch: Launch, folder: Path) -> None:
+    def __init__(self, script: CheckedScript, launch: ProcessLaunch, folder: Path) -> None:
         self._script, self._launch, self._folder = script, launch, folder
         self._environment = launch.environment(script.path)
 

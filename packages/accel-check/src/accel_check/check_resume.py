@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_check.launch import Launch, add_launch_options, add_script, launch_of, numbers_of, show_progress
+from accel_check.launch import ProcessLaunch, add_launch_options, add_script, launch_of, read_numbers, show_progress
 from accel_check.report import CODES, EXIT_CODES
 from accel_check.runs import CheckedScript, import_libraries, run
 from accel_state.errors import SettingError
@@ -45,7 +45,7 @@ class ResumePlan:
     steps: int = 5
     in_window: bool = False
     resume_args: str = ""
-    launch: Launch = field(default_factory=Launch)
+    launch: ProcessLaunch = field(default_factory=ProcessLaunch)
 
 
 @dataclass
@@ -101,13 +101,13 @@ class CheckResume:
         parser.epilog = EXIT_CODES
         parser.add_argument(
             "--at",
-            type=numbers_of,
+            type=read_numbers,
             default=(3,),
             help="Optimizer steps after which to save and resume (3,7; default: 3).",
         )
         parser.add_argument(
             "--processes",
-            type=numbers_of,
+            type=read_numbers,
             default=(1,),
             help="World sizes: the first is that of the uninterrupted run, each is that of a resumed run (2,3; "
             "default: 1).",

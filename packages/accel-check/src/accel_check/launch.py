@@ -13,13 +13,13 @@ from typing import Any, Final
 
 from accel_state.errors import SettingError
 
-__all__ = ("Launch", "add_launch_options", "add_script", "axes_of", "launch_of", "numbers_of", "show_progress")
+__all__ = ("ProcessLaunch", "add_launch_options", "add_script", "axes_of", "launch_of", "read_numbers", "show_progress")
 
 _AXES: Final = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 
 
 @dataclass(frozen=True)
-class Launch:
+class ProcessLaunch:
     """How processes run a script.
 
     Args:
@@ -50,9 +50,9 @@ class Launch:
             made += ["--parallelism_config_sp_backend", "torch"]
         return [*made, *self.options]
 
-    def alone(self) -> Launch:
+    def alone(self) -> ProcessLaunch:
         """One process in the same precision."""
-        return Launch(1, mixed_precision=self.mixed_precision, timeout=self.timeout)
+        return ProcessLaunch(1, mixed_precision=self.mixed_precision, timeout=self.timeout)
 
     def environment(self, script: str) -> dict[str, str]:
         """The variables that `accel launch` would give to the processes of a script, without those of the rank.
@@ -101,7 +101,7 @@ def add_script(parser: ArgumentParser) -> None:
     parser.add_argument("script_arguments", nargs="...", help="Arguments of the script.")
 
 
-def launch_of(arguments: Namespace, processes: int | None, default: int = 2) -> Launch:
+def launch_of(arguments: Namespace, processes: int | None, default: int = 2) -> ProcessLaunch:
     """The launch that the options ask for.
 
     Args:
@@ -121,7 +121,9 @@ def launch_of(arguments: Namespace, processes: int | None, default: int = 2) -> 
             "Give a number from 1 in --processes.",
         )
     options = tuple(shlex.split(arguments.launch))
-    return Launch(count, arguments.backend, arguments.axes, arguments.mixed_precision, options, arguments.timeout)
+    return ProcessLaunch(
+        count, arguments.backend, arguments.axes, arguments.mixed_precision, options, arguments.timeout
+    )
 
 
 def axes_of(text: str) -> dict[str, int]:
@@ -142,7 +144,7 @@ def axes_of(text: str) -> dict[str, int]:
     return sizes
 
 
-def numbers_of(text: str) -> tuple[int, ...]:
+def read_numbers(text: str) -> tuple[int, ...]:
     """Numbers, from "3,7"."""
     return tuple(int(part) for part in text.split(","))
 

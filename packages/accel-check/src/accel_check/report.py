@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from accel_check.comparison import ParityFinding
 
-__all__ = ("CODES", "EXIT_CODES", "PARITY_SCHEMA", "TEXT", "TEXTS", "ParityReport", "object_schema")
+__all__ = ("CODES", "EXIT_CODES", "PARITY_SCHEMA", "TEXTS_SCHEMA", "TEXT_SCHEMA", "ParityReport", "object_schema")
 
 CODES: Final = {"equal": 0, "differs": 1, "not verified": 3}
 """Exit codes by verdict."""
-TEXT: Final = {"type": "string"}
-TEXTS: Final = {"type": "array", "items": TEXT}
+TEXT_SCHEMA: Final = {"type": "string"}
+TEXTS_SCHEMA: Final = {"type": "array", "items": TEXT_SCHEMA}
 """Schemas of a text and of several."""
 
 
@@ -26,28 +26,28 @@ def object_schema(properties: Mapping[str, Any]) -> dict[str, Any]:
 
 _FINDING: Final = {
     "step": {"type": "integer", "minimum": 0},
-    "what": TEXT,
-    "cause": TEXT,
-    "module": TEXT,
-    "parameter": TEXT,
+    "what": TEXT_SCHEMA,
+    "cause": TEXT_SCHEMA,
+    "module": TEXT_SCHEMA,
+    "parameter": TEXT_SCHEMA,
     "ratio": {"type": ["number", "null"]},
-    "detail": TEXT,
-    "others": TEXTS,
+    "detail": TEXT_SCHEMA,
+    "others": TEXTS_SCHEMA,
     "ranks": {"type": "array", "items": {"type": "integer"}},
 }
 _REPORT: Final = {
     "verdict": {"enum": list(CODES)},
-    "reason": TEXT,
+    "reason": TEXT_SCHEMA,
     "findings": {
         "type": "array",
         "items": object_schema(_FINDING),
     },
     "steps": {"type": "integer", "minimum": 0},
     "precision": {"enum": ["", "float32", "float64"]},
-    "remarks": TEXTS,
-    "written": TEXTS,
-    "parameter": TEXT,
-    "module": TEXT,
+    "remarks": TEXTS_SCHEMA,
+    "written": TEXTS_SCHEMA,
+    "parameter": TEXT_SCHEMA,
+    "module": TEXT_SCHEMA,
 }
 PARITY_SCHEMA: Final = object_schema(_REPORT)
 """The JSON schema of what `accel check-parity --json` prints."""
