@@ -20,6 +20,7 @@ from faults import sweeps, tracing
 
 import reliability_runs as runs
 from accel_plugins.checkpoint.manifest import verify
+from accel_plugins.checkpoint.recovery import unfinished
 from accel_state.errors import NotOffered
 
 __all__ = ("neighbours", "restarts")
@@ -118,8 +119,7 @@ def _save_beside(run: runs.Run) -> None:
 
 
 def _left(project: Path) -> list[str]:
-    names = sorted(entry.name for entry in (project / "checkpoints").iterdir())
-    return [f"{name} stayed" for name in names if any(f".{kind}-" in name for kind in ("tmp", "old", "del"))]
+    return [f"{entry.name} stayed" for entry in unfinished(project / "checkpoints")]
 
 
 # ---------------------------------------------------------------- containers

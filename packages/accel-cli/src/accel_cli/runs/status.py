@@ -107,6 +107,7 @@ def _as_text(status: RunStatus) -> str:
         lines.append(
             "The store of the run does not answer, so this shows the last known state of processes on other machines."
         )
+    lines += [f"rank {one.rank}: the last bad step was {one.bad_step}." for one in status.processes if one.bad_step]
     for process in status.processes:
         if process.stack:
             lines += ["", f"rank {process.rank} (pid {process.pid}):", process.stack.rstrip()]
