@@ -79,12 +79,14 @@ def launch_record(request: LaunchRequest) -> str:
     """What the main process writes into the record of the run: the command, and each setting that has a value."""
     import json
 
-    script = request.script
+    from accel_cli.launch.request import idle_options
+
+    script, idle = request.script, idle_options(request)
     values = {
         name: [setting.value, setting.origin]
         for name, setting in request.settings.items()
         # The defaults of tables concern engines that this run may not use.
-        if setting.value not in (None, (), "") and (setting.given or "." not in name)
+        if setting.value not in (None, (), "") and (setting.given or ("." not in name and name not in idle))
     }
     command = ["accel", "launch", *request.options, script.target, *script.arguments]
     launched = {"command": command, "folder": os.getcwd(), "launcher": request.launcher.name, "settings": values}
