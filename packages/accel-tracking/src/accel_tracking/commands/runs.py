@@ -22,6 +22,7 @@ class Runs:
     """Shows runs: their metrics, and the state of their processes."""
 
     help = "show the processes of a run, and the curves of stored runs"
+    examples = ("status", "list logs")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the actions and their arguments."""
