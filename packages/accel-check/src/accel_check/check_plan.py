@@ -75,6 +75,7 @@ class CheckPlan:
     """The command; see `accel_cli.command.Command`."""
 
     help = "check in one process whether a script builds, divides and fits on many"
+    examples = ("--processes 64 --memory 80GiB train.py", "--processes 8 --ranks 3,7 train.py --lr 0.01")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the options, then the script and its arguments."""

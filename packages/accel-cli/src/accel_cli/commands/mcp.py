@@ -18,10 +18,11 @@ class ServeTools:
     """The command; see `accel_cli.command.Command`."""
 
     help = "serve run status, reports, settings and checks to a language model (MCP over stdio)"
+    examples = ("", "--allow-start")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare what the tools may do."""
-        parser.epilog = "Examples: `accel mcp`, `accel mcp --allow-start`. It answers: what do my runs do, and why?"
+        parser.epilog = "It answers: what do my runs do, and why?"
         parser.add_argument(
             "--allow-start",
             action="store_true",
