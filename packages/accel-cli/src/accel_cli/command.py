@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from accel_state.errors import Missing
+from accel_state.errors import Missing, SettingError
 from accel_state.plugins import Interface, Plugin, PluginGroup
+from accel_state.settings.schema import closest
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -51,6 +52,10 @@ _SEPARATE: Final = dict.fromkeys(("check-parity", "check-plan", "check-resume"),
 """Commands of this project in packages of their own, which a user may call without having the package."""
 
 
+_MEANT: Final = ("execute", "run", "start", "train")
+"""Words for what `accel launch` does."""
+
+
 class Command(Protocol):
     """One command of `accel`.
 
@@ -62,7 +67,10 @@ class Command(Protocol):
         """One line that says what the command does."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Declare the command's arguments."""
+        """Declare the command's arguments.
+
+        A command may also have `examples`, a tuple of arguments that work; its help text ends with them.
+        """
 
     def run(self, arguments: Namespace) -> int:
         """Do the work and return the exit code; an `AccelError` becomes a message and exit code 2."""
@@ -115,11 +123,13 @@ def find_command(name: str) -> Command:
     """Load a command.
 
     Raises:
-        SettingError: there is no command with that name.
+        SettingError: there is no command with that name; the message names the nearest.
         Missing: it belongs to a package that is not installed.
         PluginError: several packages provide it, or it cannot be loaded.
     """
     failed, commands, conversions = f"Cannot run `accel {name}`.", COMMANDS.names(), CONVERSIONS.names()
+    if name not in commands and closest(name, (*commands, *conversions, *_MEANT)) in _MEANT:
+        raise SettingError(failed, "There is no such command.", "Did you mean `accel launch`? It starts a script.")
     if name in _SEPARATE and name not in commands:
         raise Missing(
             failed,

@@ -18,10 +18,11 @@ class ServeTools:
     """The command; see `accel_cli.command.Command`."""
 
     help = "serve run status, reports, settings and checks to a language model (MCP over stdio)"
+    examples = ("", "--allow-start")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare what the tools may do."""
-        parser.epilog = "Examples: `accel mcp`, `accel mcp --allow-start`. It answers: what do my runs do, and why?"
+        parser.epilog = "It answers: what do my runs do, and why?"
         parser.add_argument(
             "--allow-start",
             action="store_true",
@@ -35,9 +36,9 @@ class ServeTools:
             Missing: the SDK of the protocol is not installed.
         """
         MCP.demand("Cannot serve tools by `accel mcp`.")
-        from accel_cli.tools_of_models import serve
+        from accel_cli.tools_of_models import serve_tools
 
-        serve(arguments.allow_start)
+        serve_tools(arguments.allow_start)
         return 0
 
 

@@ -42,6 +42,7 @@ class Runs:
     """The command; see `accel_cli.command.Command`."""
 
     help = "show, compare, report, repeat and replay runs"
+    examples = ("status", "list logs")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the actions and their arguments."""
