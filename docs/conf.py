@@ -54,7 +54,7 @@ html_domain_indices = False
 html_search_scorer = str(Path(__file__).parent / "_static" / "scorer.js")
 
 # A document outside of this folder is not a page; tools/check_links.py checks that it exists.
-OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+((?:packages|tests-integration)/[^)#]*\.md)(?:#[^)]*)?\)")
+OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+((?:\.github|packages|tests-integration)/[^)#]*\.md)(?:#[^)]*)?\)")
 
 
 def name_documents_outside(app: Sphinx, name: str, source: list[str]) -> None:

@@ -175,7 +175,6 @@ Case = tuple[str, str, int, torch.dtype, bool, bool]
 AXES = {
     "tp": {"tp_size": 2},
     "tp of four": {"tp_size": 4},
-    "ddp x tp": {"dp_replicate_size": 2, "tp_size": 2},
     "fsdp2 x tp": {"dp_shard_size": 2, "tp_size": 2},
 }
 
@@ -291,15 +290,14 @@ def test_gradients_are_those_of_one_process(group: Processes, backend: str, kind
     )
 
 
-@pytest.mark.parametrize(
-    ("backend", "world"), [("tp", "two"), ("tp of four", "four"), ("ddp x tp", "four"), ("fsdp2 x tp", "four")]
-)
+@pytest.mark.parametrize(("backend", "world"), [("tp", "two"), ("tp of four", "four"), ("fsdp2 x tp", "four")])
 def test_processes_of_a_tensor_parallel_group_count_each_sample_once(
     backend: str, world: str, request: pytest.FixtureRequest
 ) -> None:
     group: Processes = request.getfixturevalue(world)
     ways = [(1, False, False), (1, True, True), (3, True, False), (2, True, True)]
-    kinds = [kind for kind in KINDS if kind != "late streams"]
+    # Alone in its group of readers, a stream is not divided.
+    kinds = [kind for kind in KINDS if kind not in (OWN_COUNTS if backend.startswith("tp") else ("late streams",))]
     cases = [(backend, kind, steps, torch.float64, block, clips) for kind in kinds for steps, block, clips in ways]
     check(group, cases, 4 if backend == "tp of four" else 2)
 
@@ -524,7 +522,8 @@ def part_of_an_epoch(kind: str, backend: str, folder: str, number: int) -> tuple
         plain, torch.optim.SGD(plain.parameters(), lr=0.05), loader_of(kind.split(",")[0], 61)
     )
     if number:
-        accelerator.load_state(f"{folder}/{number - 1}")
+        # Random states belong to the processes that drew them.
+        accelerator.load_state(f"{folder}/{number - 1}", allow_missing=("random_states",))
     ids: list[int] = []
     for steps, batch in enumerate(loader, 1):
         ids += [] if loader.is_stand_in else batch["index"].tolist()

@@ -23,6 +23,7 @@ class CheckParity:
     """The command; see `accel_cli.command.Command`."""
 
     help = "check that several processes compute the same as one process"
+    examples = ("train.py", "--processes 4 train.py --lr 0.01")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the options, then the script and its arguments."""

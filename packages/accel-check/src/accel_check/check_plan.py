@@ -11,36 +11,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from accel_check.launch import ProcessLaunch, add_launch_options, add_script, launch_of, read_numbers, show_progress
-from accel_check.report import CODES, EXIT_CODES, TEXT_SCHEMA, TEXTS_SCHEMA, object_schema
+from accel_check.report import CODES, EXIT_CODES
 from accel_check.runs import CheckedScript, import_libraries, run_forked, run_path
 from accel_state.errors import SettingError
 
 if TYPE_CHECKING:
     from accel_check.fake_world import PlanRecord
 
-__all__ = ("COMMAND", "PLAN_SCHEMA", "CheckPlan", "PlanReport", "add_options", "check", "run_with")
-
-_SIZE: Final = {"type": "integer", "minimum": 0}
-PLAN_SCHEMA: Final = object_schema(
-    {
-        "verdict": {"enum": list(CODES)},
-        "reason": TEXT_SCHEMA,
-        "backend": TEXT_SCHEMA,
-        "findings": TEXTS_SCHEMA,
-        "ranks": {"type": "array", "items": _SIZE},
-        "collectives": {
-            "type": "object",
-            "additionalProperties": object_schema({"calls": _SIZE, "bytes": _SIZE}),
-        },
-        "memory": {"type": "object", "additionalProperties": _SIZE},
-        "read": TEXTS_SCHEMA,
-        "written": TEXTS_SCHEMA,
-    }
-)
-"""The JSON schema of each line that `accel check-plan --json` prints."""
+__all__ = ("COMMAND", "CheckPlan", "PlanReport", "add_options", "check", "run_with")
 
 
 @dataclass
@@ -94,6 +75,7 @@ class CheckPlan:
     """The command; see `accel_cli.command.Command`."""
 
     help = "check in one process whether a script builds, divides and fits on many"
+    examples = ("--processes 64 --memory 80GiB train.py", "--processes 8 --ranks 3,7 train.py --lr 0.01")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the options, then the script and its arguments."""

@@ -109,6 +109,7 @@ class CheckResume:
     """The command; see `accel_cli.command.Command`."""
 
     help = "check that a resumed run computes the same as an uninterrupted one"
+    examples = ("train.py", '--at 7 --resume_args "--resume {checkpoint}" train.py')
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the options, then the script and its arguments."""

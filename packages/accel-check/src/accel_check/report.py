@@ -3,54 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from accel_check.comparison import ParityFinding
 
-__all__ = ("CODES", "EXIT_CODES", "PARITY_SCHEMA", "TEXTS_SCHEMA", "TEXT_SCHEMA", "ParityReport", "object_schema")
+__all__ = ("CODES", "EXIT_CODES", "ParityReport")
 
 CODES: Final = {"equal": 0, "differs": 1, "not verified": 3}
 """Exit codes by verdict."""
-TEXT_SCHEMA: Final = {"type": "string"}
-TEXTS_SCHEMA: Final = {"type": "array", "items": TEXT_SCHEMA}
-"""Schemas of a text and of several."""
-
-
-def object_schema(properties: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of an object that has these properties and no others."""
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-
-
-_FINDING: Final = {
-    "step": {"type": "integer", "minimum": 0},
-    "what": TEXT_SCHEMA,
-    "cause": TEXT_SCHEMA,
-    "module": TEXT_SCHEMA,
-    "parameter": TEXT_SCHEMA,
-    "ratio": {"type": ["number", "null"]},
-    "detail": TEXT_SCHEMA,
-    "others": TEXTS_SCHEMA,
-    "ranks": {"type": "array", "items": {"type": "integer"}},
-}
-_REPORT: Final = {
-    "verdict": {"enum": list(CODES)},
-    "reason": TEXT_SCHEMA,
-    "findings": {
-        "type": "array",
-        "items": object_schema(_FINDING),
-    },
-    "steps": {"type": "integer", "minimum": 0},
-    "precision": {"enum": ["", "float32", "float64"]},
-    "remarks": TEXTS_SCHEMA,
-    "written": TEXTS_SCHEMA,
-    "parameter": TEXT_SCHEMA,
-    "module": TEXT_SCHEMA,
-}
-PARITY_SCHEMA: Final = object_schema(_REPORT)
-"""The JSON schema of what `accel check-parity --json` prints."""
 EXIT_CODES: Final = "Exit code 0: equal; 1: differs; 3: not verified."
 
 

@@ -31,6 +31,7 @@ class KeptBatches(Iterator[PaddedBatch]):
 
     Attributes:
         number: number of the batch that the loop has; -1 before the first.
+        read: batches that were read so far, those that are left out included.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class KeptBatches(Iterator[PaddedBatch]):
         self._batches, self._padded, self._stays, self._moves_on = batches, padded, stays, moves_on
         # Those since the mark, with their numbers, and how many of them were yielded.
         self._kept: list[tuple[int, PaddedBatch]] = []
-        self._yielded = self._read = 0
+        self._yielded = self.read = 0
         self._failure: Exception | None = None
         self._ahead: int | None = None
         self.number, self._marked = -1, -1
@@ -53,8 +54,8 @@ class KeptBatches(Iterator[PaddedBatch]):
             self.number, self._ahead = self._ahead, None
             self._moves_on(self.number)
         if self._yielded == len(self._kept):
-            self._kept.append((self._read, self._next_read()))
-            self._read += 1
+            self._kept.append((self.read, self._next_read()))
+            self.read += 1
         self._ahead, item = self._kept[self._yielded]
         self._yielded += 1
         return PaddedBatch(recursively_apply(self._own, item.batch), item.padding, item.base)
@@ -71,7 +72,7 @@ class KeptBatches(Iterator[PaddedBatch]):
             # The iterator has ended; the error is raised again if the loop is taken back.
             self._failure = error.with_traceback(None)
             raise
-        padding = self._padded.pop(self._read, None)
+        padding = self._padded.pop(self.read, None)
         if type(item) is not PaddedBatch:
             return PaddedBatch(item, padding)
         item.padding = padding if item.padding is None else item.padding
@@ -80,7 +81,7 @@ class KeptBatches(Iterator[PaddedBatch]):
     @property
     def ends_early(self) -> bool:
         """Whether the loop has the last batch that it gets, and others that were read after it are left out."""
-        return self.number + 1 < self._read
+        return self.number + 1 < self.read
 
     def mark(self) -> None:
         """Let the loop be taken back to here: to where it has just finished with the batch that it has."""

@@ -604,7 +604,7 @@ class _OpenEpoch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         loader, iteration = self._loader, self.iteration
-        epoch, received = iteration.epoch, iteration.received
+        epoch, received = iteration.epoch, iteration.received if iteration.kept is None else iteration.kept.read
         if kind is GeneratorExit and iteration.end_of_dataloader:
             loader.gradient_state.left = loader
         loader.progress.leave(iteration, finished=kind is None)

@@ -25,6 +25,7 @@ class EstimateMemory:
     """Prints a table of memory by dtype."""
 
     help = "estimate the memory of a model, or of a training step under a plan"
+    examples = ("bert-base-cased", "--training train.py --processes 8 --memory 80GiB")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the command's arguments."""

@@ -237,6 +237,7 @@ class NewBackend:
     """Writes a package with a backend that passes the test kit."""
 
     help = "create a package with a backend that passes the test kit"
+    examples = ("fancy", "fancy --into packages")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the name and the folder."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -201,21 +201,24 @@ class FSDP2Strategy(ShardedStrategy):
         return total
 
     def norm_with_sums(
-        self, parameters: Iterable[Tensor], sums: Tensor, max_norm: float | None = None, norm_type: float = 2.0
+        self, parameters: Sequence[Tensor], sums: Tensor | None, max_norm: float | None = None, norm_type: float = 2.0
     ) -> Tensor | None:
         """The sums travel with the norm, if one reduction over all processes makes it."""
+        total: Tensor
         groups = _alike(parameters)
         sharded = _shards_over_all(groups, self.context.process.world_size)
-        if sharded and norm_type != float("inf"):
+        if sums is not None and sharded and norm_type != float("inf"):
             norms: Any = torch._foreach_norm(sharded, norm_type)  # pyright: ignore[reportPrivateImportUsage]
-            sums[-1] = (torch.stack(norms).float() ** norm_type).sum()
-            self.context.process.transport.all_reduce(sums).wait()
-            total = sums[-1] ** (1.0 / norm_type)
+            # In the order of torch, so that a guarded run equals another one bit for bit.
+            together = torch.cat([torch.stack(norms).float() ** norm_type, sums])
+            self.context.process.transport.all_reduce(together).wait()
+            total = torch.linalg.vector_norm(together[: len(sharded)] ** (1.0 / norm_type), norm_type)
+            sums.copy_(together[len(sharded) :])
             sums[-1] = total * self.context.process.world_size
         else:
             total = _total_norm(groups, norm_type)
-            sums[-1] = total
-            if self.context.process.world_size > 1:
+            if sums is not None:
+                sums[-1] = total
                 self.context.process.transport.all_reduce(sums).wait()
         if max_norm is not None:
             for group in groups:

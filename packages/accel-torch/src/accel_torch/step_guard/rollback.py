@@ -33,7 +33,7 @@ class Snapshots:
         pinned: use pinned memory, into which devices copy asynchronously.
 
     Attributes:
-        step: the number of steps of the run at the snapshot.
+        step: number of the last step before the snapshot.
         exists: whether there is one.
     """
 
@@ -42,18 +42,19 @@ class Snapshots:
         self._state: Mapping[str, Any] = {}
         self._put_back: list[Callable[[], None]] = []
         self._left_out: list[tuple[Any, int]] = []
-        self.step, self.exists = 0, False
+        self.step, self._run_step, self.exists = 0, 0, False
 
     def forget(self) -> None:
         """Forget the snapshot, because another state was loaded."""
         self.exists = False
 
-    def take(self, session: Session, guard: Mapping[str, Any]) -> None:
+    def take(self, session: Session, guard: Mapping[str, Any], step: int) -> None:
         """Take a snapshot between two steps, and mark the position of the loaders.
 
         Args:
             session: the session.
             guard: the state of its guard.
+            step: number of the last step.
         """
         prepared, strategy = session.prepared, session.strategy
         taken = {
@@ -72,7 +73,8 @@ class Snapshots:
             kept = getattr(_iteration(loader), "kept", None)
             if kept is not None:
                 kept.mark()
-        self.step, self.exists = STATUS_RECORD.run_step, True
+        self._run_step = STATUS_RECORD.run_step
+        self.step, self.exists = step, True
 
     def restore(self, session: Session, bad: Sequence[ReadBatch]) -> Any:
         """Return to the snapshot, and return the state of the guard there.
@@ -102,7 +104,7 @@ class Snapshots:
         session.accumulation.step = state["accumulation"]
         for put_back in self._put_back:
             put_back()
-        STATUS_RECORD.went_back_to(self.step)
+        STATUS_RECORD.went_back_to(self._run_step)
         rng.restore(copy.deepcopy(state["generators"]))
         return copy.deepcopy(state["guard"])
 
