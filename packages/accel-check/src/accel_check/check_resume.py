@@ -13,10 +13,10 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from accel_check.launch import ProcessLaunch, add_launch_options, add_script, launch_of, read_numbers, show_progress
-from accel_check.report import CODES, EXIT_CODES, TEXT_SCHEMA, TEXTS_SCHEMA, object_schema
+from accel_check.report import CODES, EXIT_CODES
 from accel_check.runs import CheckedScript, import_libraries, run
 from accel_state.errors import SettingError
 
@@ -24,25 +24,7 @@ if TYPE_CHECKING:
     from accel_check.records import Records
     from accel_check.task import ResumeTask
 
-__all__ = ("COMMAND", "RESUME_SCHEMA", "CheckResume", "Outcome", "ResumePlan", "check")
-
-
-_NUMBER: Final = {"type": ["integer", "null"]}
-RESUME_SCHEMA: Final = object_schema(
-    {
-        "at": {"type": "integer"},
-        "processes": {"type": "integer"},
-        "verdict": {"enum": list(CODES)},
-        "reason": TEXT_SCHEMA,
-        "step": _NUMBER,
-        "rank": _NUMBER,
-        "what": TEXT_SCHEMA,
-        "used": TEXTS_SCHEMA,
-        "unsaved": TEXTS_SCHEMA,
-        "unseen": TEXTS_SCHEMA,
-    }
-)
-"""The JSON schema of each line that `accel check-resume --json` prints."""
+__all__ = ("COMMAND", "CheckResume", "Outcome", "ResumePlan", "check")
 
 
 @dataclass(frozen=True)
