@@ -20,6 +20,7 @@ extensions = [
     "sphinx_design",
     "bars",
     "docstrings",
+    "llms",
 ]
 exclude_patterns = ["extensions"]
 

@@ -33,7 +33,9 @@ def printed() -> str:
 
 def is_printed(message: str) -> bool:
     """Whether the fixed words of a message follow each other in a text, with a few texts in between."""
-    words = [re.escape(part) for part in re.split(r"…|(?<=\.) (?=[A-Z])|(?<=\.) (?=prepare)", message) if part.strip(" .")]
+    words = [
+        re.escape(part) for part in re.split(r"…|(?<=\.) (?=[A-Z])|(?<=\.) (?=prepare)", message) if part.strip(" .")
+    ]
     return re.search(r"[^\n]*(?:\n[^\n]*){0,4}?".join(words), printed()) is not None
 
 

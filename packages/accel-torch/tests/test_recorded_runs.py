@@ -10,8 +10,10 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,6 +26,7 @@ from accel_tracking import read_run
 from accel_tracking.record import RECORD, read_run_record
 
 SCRIPT = Path(__file__).with_name("recorded_script.py")
+SCHEMAS = files("accel_cli").joinpath("schemas")
 ACCEL = (sys.executable, "-m", "accel_cli.main")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes, and reads /proc")
@@ -64,6 +67,8 @@ def test_a_launch_and_its_restart_are_recorded(killed: Path) -> None:
     assert settings["project_config.total_limit"] == (20, "argument")
     assert [(one["restarts"], one["changed"]) for one in found["attempts"]] == [(0, []), (1, [])]
     assert len({one["launch"] for one in found["attempts"]}) == 1
+    written = json.loads((killed / "run" / RECORD).read_text())
+    jsonschema.validate(written, json.loads(SCHEMAS.joinpath("run.json").read_text()))
     assert found["world"]["processes"] == 2
     assert found["seeds"] == {"torch": 0, "given": True, "data_seed": None, "PYTHONHASHSEED": None}
     assert [(one["class"].rpartition(".")[2], one["length"]) for one in found["data"]] == [("TensorDataset", 48)]
@@ -166,3 +171,31 @@ def test_what_cannot_be_repeated_is_said(trained: Path, tmp_path: Path) -> None:
         "not contain sec",
     ):
         assert said in finished.stderr
+
+
+CASES = {
+    "bad data": (("--bad_sample", 21), 6, True, True, "the data or the numerics"),
+    "a fault that came once": (("--fault_at", 6), 6, True, False, "the machine or a race"),
+    "unseeded random numbers": (("--random",), 4, False, False, "differ"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_replayed_step_tells_its_cause(case: str, tmp_path: Path) -> None:
+    options, step, repeats, again, verdict = CASES[case]
+    words = ("launch", "--cpu", "--num_processes", 1, SCRIPT, "--project_dir", "run", *options)
+    finished = run(tmp_path, *ACCEL, *words)
+    assert finished.returncode == 0, finished.stderr
+    replayed = run(tmp_path, *ACCEL, "runs", "replay", "run", "--step", step, "--json")
+    found = json.loads(replayed.stdout)
+    jsonschema.validate(found, json.loads(SCHEMAS.joinpath("runs-replay.json").read_text()))
+    assert (found["repeats"], found["bad_again"], found["checkpoint"]) == (repeats, again, f"checkpoint_{step - 2}")
+    assert verdict in found["verdict"], found
+    assert replayed.returncode == int(again or not repeats)
+    assert found["bad_before"] is (case != "unseeded random numbers")
+
+
+def test_a_step_without_a_checkpoint_before_it_is_a_typed_error(trained: Path) -> None:
+    finished = run(trained.parent, *ACCEL, "runs", "replay", trained, "--step", 1)
+    assert finished.returncode == 2
+    assert "no automatic checkpoint from before this step" in finished.stderr

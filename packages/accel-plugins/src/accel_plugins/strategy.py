@@ -17,6 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -251,32 +252,36 @@ class Strategy:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
     def norm_with_sums(
-        self, parameters: Iterable[Tensor], sums: Tensor, max_norm: float | None = None, norm_type: float = 2.0
+        self, parameters: Sequence[Tensor], sums: Tensor | None, max_norm: float | None = None, norm_type: float = 2.0
     ) -> Tensor | None:
         """The total norm of gradients as `clip_norm` returns it, and sums of a few numbers over all processes.
 
         Called for each step of a run with a guard of steps, after gradients are complete and unscaled. `sums` has
         numbers of this process, on its device; they are replaced by their sums over all processes. The last one is a
-        place for the norm: it becomes the sum of the norms that the processes have. Gradients are clipped to
-        `max_norm`, or not at all if it is None; where their norm is not finite they may stay as they are.
+        place for the norm: it becomes the sum of the norms that the processes have. It is None in a run of one process.
+        Gradients are clipped to `max_norm`, or not at all if it is None; where their norm is not finite they may stay
+        as they are.
 
         By default this makes one reduction. A strategy whose norm is reduced over all processes anyway overrides it to
         send both in one message.
         """
-        listed = [parameter for parameter in parameters if parameter.grad is not None]
-        norm: Tensor | float | None
+        norm: Any
         if self.overrides("clip_norm"):
-            norm = self.clip_norm(listed, float("inf") if max_norm is None else max_norm, norm_type)
+            norm = self.clip_norm(parameters, float("inf") if max_norm is None else max_norm, norm_type)
         else:
-            gradients = [_dense(parameter.grad) for parameter in listed if parameter.grad is not None]
-            norm = total = _complete(torch.nn.utils.get_total_norm(gradients, norm_type))
+            gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+            if any(map(_IS_SPARSE, gradients)):
+                # They have the norm of their values.
+                gradients = [one.coalesce().values() if one.is_sparse else one for one in gradients]
+            norm = torch.nn.utils.get_total_norm(gradients, norm_type)
             if max_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(listed, max_norm, finite_or_zero(total))
-        if norm is not None:
-            sums[-1] = norm
-        if self.context.process.world_size > 1:
+                torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, finite_or_zero(norm))
+            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        if sums is not None:
+            if norm is not None:
+                sums[-1] = norm
             self.context.process.transport.all_reduce(sums).wait()
-        return norm if norm is None else torch.as_tensor(norm)
+        return norm if norm is None or isinstance(norm, torch.Tensor) else torch.tensor(norm)
 
     def clip_value(self, parameters: Iterable[Tensor], value: float) -> None:
         """Clamp every element of the gradients to `[-value, value]`. Called after gradients are complete and
@@ -455,9 +460,7 @@ def finite_or_zero(norm: Tensor) -> Tensor:
     return norm.nan_to_num(nan=0.0, posinf=0.0)
 
 
-def _dense(gradient: Tensor) -> Tensor:
-    """The values of a gradient, which has the same norm; torch has no norm of a sparse one."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
+_IS_SPARSE: Final = attrgetter("is_sparse")
 
 
 def _complete(tensor: Tensor) -> Tensor:

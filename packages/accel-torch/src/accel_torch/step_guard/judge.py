@@ -52,16 +52,17 @@ _FAILED: Final = "Cannot guard the steps of this run with a StepGuard."
 
 
 class _Measure(NamedTuple):
-    """The numbers of a step, on the device: equal on all processes except the norm.
+    """The numbers of a step, on the device.
 
     Args:
         window: number of the window.
-        sums: over all processes: of the losses, of their weights, of overflows and scales in fp16, and of the norms.
+        sums: over all processes: of the losses, of their weights, of overflows and scales in fp16, and of the norms;
+            None in one process that does not scale.
         norm: the norm that this process has computed.
     """
 
     window: int
-    sums: Tensor
+    sums: Tensor | None
     norm: Tensor | None
 
 
@@ -238,9 +239,11 @@ class StepJudge(Hook):
         sums = self._numbers([watch])
         return _Measure(self._window.number, sums, self._strategy.norm_with_sums(watch.parameters(), sums))
 
-    def _numbers(self, watches: Sequence[_Watch]) -> Tensor:
-        """The numbers of this process, with a place for the norm at the end."""
+    def _numbers(self, watches: Sequence[_Watch]) -> Tensor | None:
+        """The numbers of this process, with a place for the norm at the end; None if nothing is added up or scaled."""
         window, device = self._window, self._process.device
+        if self._process.world_size == 1 and not self._scales:
+            return None
         numbers = torch.zeros(5 if self._scales else 3, device=device)
         if window.total is not None:
             numbers[0] = window.total
@@ -273,8 +276,10 @@ class StepJudge(Hook):
             NonFiniteStep, SpikeStep: the step is bad, and is to raise; on every process.
             NotReady: a bad step is to return to a snapshot, and there is none.
         """
-        watch = next((one for one in self._all_watches() if one.optimizer() is optimizer), None)
-        if watch is None:
+        for watch in self._all_watches():
+            if watch.optimizer() is optimizer:
+                break
+        else:
             return True
         if self._goes_back:
             # What follows in this turn of the loop is undone before the next batch.
@@ -285,7 +290,7 @@ class StepJudge(Hook):
         self._judged += 1
         self._window.end()
         watch.steps += 1
-        values = measure.sums.tolist()
+        values = self._read(measure)
         processes = self._process.world_size
         loss = values[0] / values[1] if values[1] else 0.0
         norm = values[-1] / processes
@@ -304,6 +309,23 @@ class StepJudge(Hook):
         if self._buffers is not None:
             self._buffers.keep()
         return True
+
+    def _read(self, measure: _Measure) -> list[float]:
+        """The numbers on the host, which waits for the device once."""
+        if measure.sums is not None:
+            values: list[float] = measure.sums.cpu().tolist()
+            return values
+        total, share = self._window.total, self._window.share
+        if total is None or measure.norm is None:
+            known = total if measure.norm is None else measure.norm
+            number = 0.0 if known is None else known.item()
+            return [number, share, 0.0] if known is total else [0.0, 0.0, number]
+        norm = measure.norm
+        if total.is_cpu and norm.is_cpu:
+            # There is nothing to wait for.
+            return [total.item(), share, norm.item()]
+        loss, number = torch.stack([total.float(), norm.to(total.device)]).cpu().tolist()
+        return [loss, share, number]
 
     def _is_normal_overflow(self, optimizer: Optimizer, loss: float, values: list[float], processes: int) -> bool:
         """Whether gradients overflowed only because the loss was scaled, so that the scaler skips the step."""
