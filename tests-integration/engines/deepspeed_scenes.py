@@ -486,7 +486,7 @@ class OwnStream(IterableDataset[Tensor]):
 def exact_epochs(stage: int) -> dict[str, Any]:
     """Epochs whose last steps some processes have no data for, and one process that trains with the same samples."""
     plugin = parts(stage)
-    del plugin["hf_ds_config"]["gradient_clipping"]
+    plugin["hf_ds_config"] |= {"gradient_clipping": 0.0, "train_micro_batch_size_per_gpu": 2}
     accelerator = started(plugin, dataloader_config=DataLoaderConfiguration(exact_epochs=True))
     plain = layers()
     model, optimizer = accelerator.prepare(plain, adamw(plain.parameters()))

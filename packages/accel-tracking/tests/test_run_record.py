@@ -20,7 +20,7 @@ from accel_tracking.record import (
     describe_environment,
     describe_packages,
     leaves_by_key,
-    record_of,
+    read_run_record,
     write_run_record,
 )
 
@@ -111,21 +111,21 @@ def test_restarts_append_and_say_what_changed(tmp_path: Path) -> None:
     second = {**attempt_entry("launch-1", 1, "node1"), "id": "another"}
     assert write_run_record(tmp_path, {**EMPTY, "world": {"processes": 2}}, second) == ""
     assert write_run_record(tmp_path, {**EMPTY, "world": {"processes": 2}, "data": [{"length": 3}]}, second) == ""
-    found = record_of(tmp_path)
+    found = read_run_record(tmp_path)
     assert [(one["restarts"], one["changed"]) for one in found["attempts"]] == [(0, []), (1, ["world"])]
     assert found["data"] == [{"length": 3}]
-    assert record_of(tmp_path / RECORD) == found
+    assert read_run_record(tmp_path / RECORD) == found
     assert [path.name for path in tmp_path.iterdir()] == [RECORD]
 
 
 def test_a_record_that_is_damaged_is_replaced(tmp_path: Path) -> None:
     (tmp_path / RECORD).write_text('{"format": 1, "attempts": 3}')
     with pytest.raises(SettingError, match="is not a record"):
-        record_of(tmp_path)
+        read_run_record(tmp_path)
     assert write_run_record(tmp_path, EMPTY, attempt_entry("", 0, "node1")) == ""
-    assert len(record_of(tmp_path)["attempts"]) == 1
+    assert len(read_run_record(tmp_path)["attempts"]) == 1
     with pytest.raises(NotFound, match="no such folder"):
-        record_of(tmp_path / "none" / "a" / "b")
+        read_run_record(tmp_path / "none" / "a" / "b")
 
 
 def test_secrets_are_hidden_wherever_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_secrets_are_hidden_wherever_they_stand(tmp_path: Path, monkeypatch: pyt
     assert write_run_record(tmp_path, content, attempt_entry("", 0, "node1")) == ""
     text = (tmp_path / RECORD).read_text()
     assert not [secret for secret in (SECRET, "very-secret", "other-key", "me:pw", "a b") if secret in text]
-    assert record_of(tmp_path)["environment"]["NCCL_PASSWORD"] == "***"
+    assert read_run_record(tmp_path)["environment"]["NCCL_PASSWORD"] == "***"
     assert "MY_HUB_TOKEN" not in text
 
 

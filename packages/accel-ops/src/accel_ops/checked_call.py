@@ -116,7 +116,7 @@ def check_leaf(path: str, leaf: torch.Tensor, operation: str) -> None:
         obstacle, remedy = "a quantized tensor", "Pass its .int_repr() or .dequantize() instead."
     elif leaf.is_meta:
         obstacle, remedy = "a meta tensor, which has no contents", "Materialise it first, for example with .to_empty()."
-    elif type(leaf).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    elif type(leaf).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not _has_no_values(leaf):
         obstacle, remedy = f"of the tensor subclass {type(leaf).__name__}", "Pass its plain tensors instead."
     else:
         return
@@ -125,6 +125,12 @@ def check_leaf(path: str, leaf: torch.Tensor, operation: str) -> None:
         f"{f'The leaf {path}' if path else 'The value'} is {obstacle}.",
         remedy,
     )
+
+
+def _has_no_values(leaf: torch.Tensor) -> bool:
+    """Whether a tensor stands for a plain one in a plan. Imports nothing, as `is_dtensor`."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(leaf, module.FakeTensor)
 
 
 def check_divisible(path: str, leaf: torch.Tensor, operation: str, count: int) -> None:

@@ -129,8 +129,9 @@ def broadcast(tensor: Any, src: int | None = None, *, group: Group = None) -> An
                 if isinstance(packed, torch.Tensor)
                 else call.small_leaves(plan, origin)
             )
-            received = plan.in_order(small, large)
-            _overwrite([pair for pair in zip(targets, received, strict=True) if not _is_same_memory(*pair)])
+            pairs = list(zip([targets[position] for position in plan.small], small, strict=True))
+            in_place = zip([targets[position] for position in plan.large], large, strict=True)
+            _overwrite([*pairs, *(pair for pair in in_place if not _is_same_memory(*pair))])
         return tensor
 
 

@@ -67,6 +67,7 @@ class Session:
         transforms: the changes that `prepare` applies to every model.
         backward_reads_model: whether the strategy's `backward` needs the model of the loss, which takes time to find.
         guards_first_steps: whether the first steps are still to be checked for mistakes.
+        saves: whether anything is saved, and found; a check whose tensors have no values sets it to False.
         report: tells at the end how this process spent its time, or None.
         tracking: the running trackers; None before `init_trackers`.
         saver: writes checkpoints while training continues; None before the first.
@@ -88,7 +89,7 @@ class Session:
         self.prepared = PreparedObjects(scaler=None if manifest.capabilities.own_precision else self.precision)
         self.guard: Guard | None = None
         self.transforms: tuple[Transform, ...] = ()
-        self.guards_first_steps = True
+        self.guards_first_steps = self.saves = True
         self.report: StragglerReport | None = None
         self.tracking: TrackerGroup | None = None
         self.saver: BackgroundSaver | None = None

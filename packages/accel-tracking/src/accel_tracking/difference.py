@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from accel_state.errors import NotFound, SettingError
-from accel_tracking.record import leaves_by_key, record_of
+from accel_tracking.record import folder_pattern, leaves_by_key, own_folders, read_run_record
 from accel_tracking.trackers.jsonl import read_run
 
 __all__ = ("DifferingValue", "RunDifference", "differences_of")
@@ -36,7 +35,6 @@ _OF_TIME: Final = re.compile(
     r"(?:^|[^a-z])(?:time|times|seconds|secs?|duration|elapsed|runtime|eta|ms)(?:$|[^a-z])|per_?(?:second|sec)(?:$|[^a-z])",
     re.IGNORECASE,
 )
-_RUN, _FOLDER = "<run>", "<folder>"
 
 
 class DifferingValue(NamedTuple):
@@ -60,11 +58,13 @@ class RunDifference(NamedTuple):
         runs: their folders.
         rows: the differences, the most telling first.
         not_compared: metrics that count time.
+        steps: number of steps whose metrics were compared.
     """
 
     runs: tuple[str, str]
     rows: tuple[DifferingValue, ...]
     not_compared: tuple[str, ...] = ()
+    steps: int = 0
 
     @property
     def first_step(self) -> float | None:
@@ -86,18 +86,19 @@ class RunDifference(NamedTuple):
         }
 
 
-def differences_of(one: str, other: str) -> RunDifference:
+def differences_of(one: str, other: str, only_common_steps: bool = False) -> RunDifference:
     """Compare two runs.
 
     Args:
         one: folder of the first run.
         other: folder of the second run.
+        only_common_steps: compare metrics at the steps that both runs logged.
 
     Raises:
         NotFound: a folder has no record.
         SettingError: a record cannot be read.
     """
-    records = record_of(one), record_of(other)
+    records = read_run_record(one), read_run_record(other)
     facts = [dict(_facts(record)) for record in records]
     keys = list(dict.fromkeys((*facts[0], *facts[1])))
     rows = [
@@ -106,10 +107,10 @@ def differences_of(one: str, other: str) -> RunDifference:
         if facts[0].get(key) != facts[1].get(key)
     ]
     rows = [row for row in rows if not _follows(row, rows)]
-    metrics, timed = _metrics(*(record["folder"] for record in records))
+    metrics, timed, steps = _metrics([record["folder"] for record in records], only_common_steps)
     rank = {part: position for position, part in enumerate(_ORDER)}
     rows = sorted((*rows, *metrics), key=lambda row: (rank[row.key.partition(".")[0]], row.key.endswith(".source")))
-    return RunDifference((records[0]["folder"], records[1]["folder"]), tuple(rows), timed)
+    return RunDifference((records[0]["folder"], records[1]["folder"]), tuple(rows), timed, steps)
 
 
 def _follows(row: DifferingValue, rows: list[DifferingValue]) -> bool:
@@ -120,7 +121,7 @@ def _follows(row: DifferingValue, rows: list[DifferingValue]) -> bool:
 
 def _facts(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """What is compared of one run, by key."""
-    own = _own_folders(record)
+    own, started = own_folders(record), folder_pattern(str(record["command"].get("folder") or ""))
     settings = {name: entry.get("value") for name, entry in record["settings"].items()}
     sources = {f"{name}.source": entry.get("source") for name, entry in record["settings"].items()}
     parts = {name: record[name] for name in _ORDER if name in record and name not in ("settings", "attempts")}
@@ -131,54 +132,44 @@ def _facts(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for key, value in leaves_by_key(content, part).items():
             # A list of words is compared as one value.
             if not _NOT_COMPARED.fullmatch(key) and not key.startswith("command.words."):
-                yield key, _without_folders(value, own)
-    yield "command.words", [_without_folders(word, own) for word in record["command"].get("words", [])][1:]
+                yield key, _without_folders(value, own, started)
+    yield "command.words", [_without_folders(word, own, started) for word in record["command"].get("words", [])][1:]
     for name, value in {**settings, **sources}.items():
-        yield f"settings.{name}", _without_folders(value, own)
+        yield f"settings.{name}", _without_folders(value, own, started)
     yield "attempts", len(record["attempts"])
 
 
-def _own_folders(record: Mapping[str, Any]) -> list[tuple[re.Pattern[str], str]]:
-    """Patterns of the ways to write the run's folder, and the folder it was started in."""
-    started = str(record["command"].get("folder") or "")
-    given = str(record["settings"].get("project_dir", {}).get("value") or "")
-    run = {record["folder"], os.path.realpath(record["folder"]), os.path.join(started, given) if given else "", given}
-    folders = [*((one, _RUN) for one in sorted(run, key=len, reverse=True)), (started, _FOLDER)]
-    return [
-        (re.compile(rf"(?<![\w./-]){re.escape(one.rstrip('/'))}(?![\w.-])"), name)
-        for one, name in folders
-        if one.strip("/.")
-    ]
-
-
-def _without_folders(value: Any, own: list[tuple[re.Pattern[str], str]]) -> Any:
+def _without_folders(value: Any, own: Sequence[re.Pattern[str]], started: re.Pattern[str] | None) -> Any:
     if isinstance(value, list):
-        return [_without_folders(one, own) for one in value]
+        return [_without_folders(one, own, started) for one in value]
     if isinstance(value, str):
-        for pattern, name in own:
-            value = pattern.sub(name, value)
+        for pattern in own:
+            value = pattern.sub("<run>", value)
+        return value if started is None else started.sub("<folder>", value)
     return value
 
 
-def _metrics(one: str, other: str) -> tuple[list[DifferingValue], tuple[str, ...]]:
-    """The first difference of each metric, and the metrics that are not compared."""
+def _metrics(folders: Sequence[str], common: bool) -> tuple[list[DifferingValue], tuple[str, ...], int]:
+    """The first difference of each metric, the metrics that are not compared, and the number of compared steps."""
     curves: list[dict[str, dict[float, float]]] = []
-    for folder in (one, other):
+    for folder in folders:
         points: dict[str, list[tuple[float, float]]] = {}
         with suppress(SettingError):
             points = read_run(folder).curves()
         curves.append({name: dict(values) for name, values in points.items()})
     names = sorted({*curves[0], *curves[1]})
     timed = tuple(name for name in names if _OF_TIME.search(name))
-    rows = []
+    rows, compared = [], set()
     for name in names:
         first, second = curves[0].get(name, {}), curves[1].get(name, {})
         if name not in timed:
-            step = next((at for at in sorted({*first, *second}) if not _equal(first.get(at), second.get(at))), None)
+            steps = sorted(first.keys() & second.keys() if common else first.keys() | second.keys())
+            compared.update(steps)
+            step = next((at for at in steps if not _equal(first.get(at), second.get(at))), None)
             if step is not None:
                 values = _readable(first.get(step)), _readable(second.get(step))
                 rows.append(DifferingValue(f"metrics.{name}", values, step))
-    return sorted(rows, key=lambda row: row.step or 0), timed
+    return sorted(rows, key=lambda row: row.step or 0), timed, len(compared)
 
 
 def _equal(one: float | None, other: float | None) -> bool:

@@ -1,7 +1,7 @@
 """The record of a run: `run.json` in its project folder says what ran, so that it can be compared and repeated.
 
     write_run_record(folder, {"code": describe_code("train.py"), "packages": describe_packages(), ...}, attempt)
-    record_of(folder)["settings"]["mixed_precision"]["value"]
+    read_run_record(folder)["settings"]["mixed_precision"]["value"]
 
 Nothing here may end a run or wait for long: git has a limit of time and of bytes, and errors become entries of the
 record. Secrets are hidden before anything is written (`accel_state.redaction`).
@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -31,8 +32,10 @@ __all__ = (
     "describe_command",
     "describe_environment",
     "describe_packages",
+    "folder_pattern",
     "leaves_by_key",
-    "record_of",
+    "own_folders",
+    "read_run_record",
     "write_run_record",
 )
 
@@ -261,7 +264,7 @@ def describe_environment(environ: Mapping[str, str]) -> dict[str, str]:
 # ---------------------------------------------------------------------- reading
 
 
-def record_of(run: str | os.PathLike[str]) -> dict[str, Any]:
+def read_run_record(run: str | os.PathLike[str]) -> dict[str, Any]:
     """The record of a run.
 
     Args:
@@ -302,3 +305,18 @@ def leaves_by_key(value: Any, key: str = "") -> dict[str, Any]:
     for name, inner in pairs:
         leaves.update(leaves_by_key(inner, f"{key}.{name}" if key else str(name)))
     return leaves
+
+
+def own_folders(record: Mapping[str, Any]) -> list[re.Pattern[str]]:
+    """Patterns of the ways in which a record writes the folder of its run, the longest first."""
+    given = str(record["settings"].get("project_dir", {}).get("value") or "")
+    joined = os.path.join(str(record["command"].get("folder") or ""), given)
+    names = {record["folder"], os.path.realpath(record["folder"]), *((joined, given) if given else ())}
+    patterns = (folder_pattern(name) for name in sorted(names, key=len, reverse=True))
+    return [pattern for pattern in patterns if pattern is not None]
+
+
+def folder_pattern(folder: str) -> re.Pattern[str] | None:
+    """The pattern of a folder and of what is in it, within a text; None for `.` and `/`."""
+    name = folder.rstrip("/")
+    return re.compile(rf"(?<![\w./-]){re.escape(name)}(?![\w.-])") if name.strip("/.") else None

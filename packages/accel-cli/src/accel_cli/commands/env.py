@@ -51,6 +51,7 @@ class Env:
     """The command; see `accel_cli.command.Command`."""
 
     help = "show versions and settings for a bug report"
+    examples = ("", "--json")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the config file to show, and the output options."""

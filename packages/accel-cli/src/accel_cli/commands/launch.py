@@ -23,6 +23,7 @@ class Launch:
     """The command; see `accel_cli.command.Command`."""
 
     help = "start a script on one or many processes"
+    examples = ("--num_processes 2 train.py --lr 0.1", "--config_file fsdp.yaml train.py")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the flags of the settings of the launchers and backends, then the script and its arguments.
@@ -79,12 +80,14 @@ def launch_record(request: LaunchRequest) -> str:
     """What the main process writes into the record of the run: the command, and each setting that has a value."""
     import json
 
-    script = request.script
+    from accel_cli.launch.request import idle_options
+
+    script, idle = request.script, idle_options(request)
     values = {
         name: [setting.value, setting.origin]
         for name, setting in request.settings.items()
         # The defaults of tables concern engines that this run may not use.
-        if setting.value not in (None, (), "") and (setting.given or "." not in name)
+        if setting.value not in (None, (), "") and (setting.given or ("." not in name and name not in idle))
     }
     command = ["accel", "launch", *request.options, script.target, *script.arguments]
     launched = {"command": command, "folder": os.getcwd(), "launcher": request.launcher.name, "settings": values}

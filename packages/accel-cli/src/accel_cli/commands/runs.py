@@ -42,6 +42,7 @@ class Runs:
     """The command; see `accel_cli.command.Command`."""
 
     help = "show, compare, report, repeat and replay runs"
+    examples = ("status", "list logs")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the actions and their arguments."""
@@ -171,6 +172,46 @@ def _diff(arguments: Namespace) -> int:
     return show_difference(one, other, arguments.json)
 
 
+def _declare_repeat(parser: ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help=f"{_RUN}.")
+    parser.add_argument("--steps", type=int, metavar="N", help="End after step N of the run.")
+    parser.add_argument("--output", metavar="FOLDER", help="Folder of the new run; by default one beside the run.")
+    parser.add_argument("--start", action="store_true", help="Start it; otherwise the command is only printed.")
+
+
+def _repeat(arguments: Namespace) -> int:
+    from accel_cli.runs.repeat import repeat_run
+
+    return repeat_run(run_folder(arguments.run), arguments.output, arguments.steps, arguments.start)
+
+
+def _declare_report(parser: ArgumentParser) -> None:
+    parser.add_argument("runs", metavar="RUN", nargs="+", help=f"{_RUN}.")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("report.html"), help="HTML file to write; by default report.html."
+    )
+    parser.add_argument("--watch", action="store_true", help="Write it again every 5 seconds until the run ends.")
+
+
+def _report(arguments: Namespace) -> int:
+    from accel_cli.runs.report import show_report
+
+    return show_report([run_folder(run) for run in arguments.runs], arguments.output, arguments.watch)
+
+
+def _declare_replay(parser: ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help=f"{_RUN}.")
+    parser.add_argument("--step", type=int, metavar="N", required=True, help="Number of the step, from 1.")
+    parser.add_argument("--output", metavar="FOLDER", help="Folder for both replays; by default beside the run.")
+    _json(parser)
+
+
+def _replay(arguments: Namespace) -> int:
+    from accel_cli.runs.replay import show_replay
+
+    return show_replay(run_folder(arguments.run), arguments.step, arguments.output, arguments.json)
+
+
 ACTIONS: Final = (
     Action(
         "list",
@@ -217,6 +258,16 @@ ACTIONS: Final = (
         _samples,
     ),
     Action(
+        "report",
+        "write one HTML file about one run or several",
+        "What happened in it? Writes a page that needs nothing else: curves of all runs with zoom and smoothing,\n"
+        "goodput with failures, restarts, saves and bad steps, memory, seconds by category, checkpoints, settings and\n"
+        "differences.",
+        ("runs/digits -o digits.html", "runs/a runs/b --watch"),
+        _declare_report,
+        _report,
+    ),
+    Action(
         "diff",
         "show what differs between two runs",
         "Why are their results not the same? Names what differs in code, settings, packages, data and world, the\n"
@@ -225,6 +276,25 @@ ACTIONS: Final = (
         ("runs/a runs/b", "runs/a runs/b --json"),
         _declare_diff,
         _diff,
+    ),
+    Action(
+        "repeat",
+        "start the same run once more in a new folder",
+        "Does it come out the same? Prints the recorded command with its settings and seeds and, with --start, starts\n"
+        "it in a new folder and compares the metrics. Warns about what cannot be repeated.",
+        ("runs/digits", "runs/digits --steps 100 --start"),
+        _declare_repeat,
+        _repeat,
+    ),
+    Action(
+        "replay",
+        "make one step of a run twice more",
+        "Why was this step bad? Starts the recorded command twice from the newest automatic checkpoint before the\n"
+        "step, and says whether the step repeats bit-equal, and whether it is bad again (data or numerics) or not\n"
+        "(hardware or a race). Exit code 0 if it repeats and is good, else 1.",
+        ("runs/digits --step 4711", "runs/digits --step 4711 --json"),
+        _declare_replay,
+        _replay,
     ),
 )
 """The actions, in the order of the help text."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,6 @@ from accel_plugins.fsdp.sharding import (
     shard_groups,
 )
 from accel_plugins.manifest import Axis
-from accel_plugins.memory_plans import MemoryPlans, Overhead
 from accel_plugins.mesh import SHARDING_AXES, flattened, submesh
 from accel_plugins.model_part import ModelPart
 from accel_plugins.parameters import find_tied_parameters
@@ -46,9 +45,7 @@ from accel_plugins.shards import Shards
 from accel_plugins.strategy import finite_or_zero
 from accel_state.errors import Conflict, NotOffered
 
-__all__ = ("FSDP2Plans", "FSDP2Strategy", "apply_fully_shard")
-
-_OFFLOAD: Final = "offload"
+__all__ = ("FSDP2Strategy", "apply_fully_shard")
 
 
 def apply_fully_shard(
@@ -64,32 +61,6 @@ def apply_fully_shard(
     }
     for block in (*shard_groups(model, config), model):
         fsdp.fully_shard(block, **arguments)
-
-
-class FSDP2Plans(MemoryPlans):
-    """Memory plans in which each repeated block is sharded separately, on the device or in host memory."""
-
-    variants: ClassVar[tuple[str, ...]] = ("", _OFFLOAD)
-    recomputes: ClassVar[bool] = True
-
-    def keeps_states_on_host(self, variant: str) -> bool:
-        return variant == _OFFLOAD
-
-    def settings(self, variant: str, blocks: Sequence[str], recompute: bool) -> Mapping[str, Any]:
-        return {
-            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if blocks else "NO_WRAP",
-            **({"transformer_cls_names_to_wrap": list(blocks)} if blocks else {}),
-            "cpu_offload": variant == _OFFLOAD,
-            "activation_checkpointing": recompute,
-        }
-
-    def parallelize(
-        self, model: Module, mesh: DeviceMesh, settings: Mapping[str, Any], mixed_precision: str
-    ) -> Overhead:
-        config = FullyShardedDataParallelPlugin(**settings)
-        config.compute_in(None if mixed_precision == "no" else mixed_precision)
-        apply_fully_shard(model, config, mesh, pins_memory=False)
-        return Overhead()
 
 
 class FSDP2Strategy(ShardedStrategy):

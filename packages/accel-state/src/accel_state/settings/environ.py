@@ -19,6 +19,7 @@ __all__ = (
     "DEFAULT",
     "LAUNCH_RECORD",
     "ORIGINS",
+    "REPEATED_RUN",
     "Given",
     "fill_from_environment",
     "from_environment",
@@ -50,6 +51,10 @@ ORIGINS: Final = "ACCEL_LAUNCH_ORIGINS"
 
 LAUNCH_RECORD: Final = "ACCEL_LAUNCH_RECORD"
 """Variable in which `accel launch` passes on, as JSON, its command line and its settings with their sources."""
+
+
+REPEATED_RUN: Final = "ACCEL_REPEATED_RUN"
+"""Variable in which `accel runs repeat` and `replay` ask for another folder and for an end after a step, as JSON."""
 
 
 def read_setting(setting: Setting, environ: Mapping[str, str] | None = None) -> Given | None:
