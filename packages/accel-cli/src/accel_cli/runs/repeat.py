@@ -1,4 +1,4 @@
-"""`accel runs repeat RUN`: repeat the command of a recorded run, with the same settings and seeds, in a new folder."""
+"""`accel runs repeat RUN`: a recorded command once more, with the same settings and seeds, in a new folder."""
 
 from __future__ import annotations
 
