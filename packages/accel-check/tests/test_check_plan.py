@@ -240,6 +240,20 @@ def test_gradients_in_a_flat_buffer_are_followed(times: int, tmp_path: Path) -> 
     assert ("reduced 2 times" in str(report["findings"])) is (times == 2)
 
 
+NAMED = """device = torch.device("cuda", rank)
+torch.cuda.set_device(device)
+model = model.to(device)
+mesh = init_device_mesh("cuda", (world,))
+fully_shard(model.cuda(), mesh=mesh)
+torch.zeros(2, device="cuda:0").to(device, non_blocking=True)"""
+
+
+def test_a_script_that_names_an_accelerator_needs_none(tmp_path: Path) -> None:
+    reduce = "torch.cuda.synchronize()"
+    code, report = check(tmp_path, divide=NAMED, reduce=reduce, clip='torch.autocast("cuda", dtype=torch.bfloat16)')
+    assert (code, report["verdict"]) == (0, "equal"), report
+
+
 @pytest.mark.slow
 def test_a_plan_that_does_not_fit_says_how_much_is_missing(tmp_path: Path) -> None:
     code, report = check(tmp_path, "--memory", "16MiB", reduce=BY_HAND)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import traceback
 import warnings
 import weakref
@@ -32,7 +31,9 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_check.batches import in_prepared_loader, place_in_script
+from accel_check.meshes import follow_meshes
 from accel_check.models import plain_name
+from accel_check.on_host import OnHost, named_on_host, use_no_accelerator
 from accel_check.scratch import note_other_files, skip_saves
 from accel_state.errors import AccelError
 
@@ -147,6 +148,7 @@ class FakeRank:
                 if self._tracker is not None:
                     self._contexts.enter_context(self._tracker)
                 self._contexts.enter_context(self._calls)
+                self._contexts.enter_context(OnHost())
                 script()
         except Planned:
             pass
@@ -179,6 +181,7 @@ class FakeRank:
     def _install(self) -> None:
         nn.Module._apply = _converted_module  # type: ignore[method-assign]
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        use_no_accelerator()
         skip_saves()
         note_other_files(self._opened, self._folder, (self._scratch,))
         self._fake_group()
@@ -229,40 +232,15 @@ class FakeRank:
 
     def _outside_of_the_mode(self) -> None:
         """Let meshes compute with the values of their ranks."""
-        import torch.distributed.device_mesh as meshes
-        import torch.distributed.tensor.parallel as parallel
-
         for name, function in list(vars(DeviceMesh).items()):
             if inspect.isfunction(function):
                 setattr(DeviceMesh, name, self._outside(function))
-        original = meshes.init_device_mesh
-        made = self._followed_mesh(self._outside(original))
-        for name, module in list(sys.modules.items()):
-            if (
-                name.startswith(("torch.distributed", "accel_"))
-                and getattr(module, "init_device_mesh", None) is original
-            ):
-                module.init_device_mesh = made  # type: ignore[attr-defined]
-        divide = parallel.parallelize_module
+        follow_meshes(self._note_neighbours, self.reads_alike, lambda create: self._outside(named_on_host(create)))
 
-        def divided(module: Any, device_mesh: Any = None, *arguments: Any, **options: Any) -> Any:
-            if device_mesh is not None:
-                self.reads_alike(device_mesh)
-            return divide(module, device_mesh, *arguments, **options)
-
-        parallel.parallelize_module = divided
-
-    def _followed_mesh(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        def made(*arguments: Any, **options: Any) -> Any:
-            mesh = make(*arguments, **options)
-            with unset_fake_temporarily():
-                axes = [axis for axis, size in enumerate(mesh.mesh.shape) if size > 1]
-                self.record.neighbours += [int(mesh.mesh.select(axis, 1).flatten()[0]) for axis in axes]
-            for name in set(mesh.mesh_dim_names or ()) & {"tp", "cp", "sp"}:
-                self.reads_alike(mesh[name])
-            return mesh
-
-        return made
+    def _note_neighbours(self, mesh: DeviceMesh) -> None:
+        with unset_fake_temporarily():
+            axes = [axis for axis, size in enumerate(mesh.mesh.shape) if size > 1]
+            self.record.neighbours += [int(mesh.mesh.select(axis, 1).flatten()[0]) for axis in axes]
 
     def reads_alike(self, mesh: DeviceMesh) -> None:
         """Note that the ranks of a mesh read the same samples."""

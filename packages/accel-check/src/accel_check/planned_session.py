@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,14 +13,16 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from accel_check.meshes import READ_ALIKE
 from accel_check.records import read, write_record
+from accel_check.scratch_session import ScratchHook
 from accel_state import current
 from accel_state.creation import on_creation
 from accel_state.protocol.header import COMPARED_BYTES
 from accel_state.protocol.state import protocol_state
 from accel_state.start import start_process
 from accel_state.transport.base import DONE, Reduction, Transport, Work
-from accel_torch.hooks import PROCESS_HOOKS, Hook
+from accel_torch.hooks import PROCESS_HOOKS
 
 if TYPE_CHECKING:
     from accel_check.fake_world import FakeRank
@@ -57,36 +58,34 @@ def plan_sessions(rank: FakeRank, scratch: str) -> None:
         current.set_process(process._replace(transport=transport))
 
     on_creation(begin)
-    PROCESS_HOOKS.append(_PlanHook(Path(scratch), rank))
+    PROCESS_HOOKS.append(_PlanHook(scratch, rank))
 
 
-class _PlanHook(Hook):
+class _PlanHook(ScratchHook):
     """Keeps a session from what needs values, and from the user's folders and trackers."""
 
-    def __init__(self, scratch: Path, rank: FakeRank) -> None:
-        self._scratch, self._rank = scratch, rank
+    def __init__(self, scratch: str, rank: FakeRank) -> None:
+        super().__init__(scratch)
+        self._rank = rank
 
     def configure(self, options: Options) -> Options:
         """Train without a scaler, which decides by values whether to step: bf16 has the size of fp16."""
-        folders: dict[str, Any] = {
-            name: self._inside(value)
-            for name in ("project_dir", "logging_dir")
-            if (value := getattr(options.project, name)) is not None
-        }
         precision = options.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
-        return options._replace(
-            mixed_precision="bf16" if precision == "fp16" else options.mixed_precision,
-            project=dataclasses.replace(options.project, **folders),
-            log_with=(),
-            # The states of generators are values.
-            rng_types=(),
+        return (
+            super()
+            .configure(options)
+            ._replace(
+                mixed_precision="bf16" if precision == "fp16" else options.mixed_precision,
+                # The states of generators are values.
+                rng_types=(),
+            )
         )
 
     def start(self, session: Session) -> None:
         """Save nothing, and do not check the first steps, which compares values."""
         session.guards_first_steps = session.saves = False
         mesh = session.state.device_mesh
-        for name in () if mesh is None else {"tp", "cp", "sp"} & set(mesh.mesh_dim_names or ()):
+        for name in () if mesh is None else READ_ALIKE & set(mesh.mesh_dim_names or ()):
             self._rank.reads_alike(mesh[name])
 
     def loader_prepared(self, session: Session, loader: Any) -> None:
@@ -102,17 +101,6 @@ class _PlanHook(Hook):
             if pair is None:
                 return
             yield self._rank.without_values(pair[0]), pair[1]
-
-    def folder_to_save(self, session: Session, output_dir: Any) -> Any:
-        """The counterpart of a folder in the scratch folder."""
-        return None if output_dir is None else self._inside(output_dir)
-
-    def folder_to_load(self, session: Session, input_dir: Any, missing_ok: bool) -> Any:
-        """The counterpart, where there is no checkpoint, unless one must exist."""
-        return self._inside(input_dir) if missing_ok and input_dir is not None else input_dir
-
-    def _inside(self, folder: Any) -> str:
-        return str(self._scratch / os.path.abspath(os.fspath(folder)).lstrip(os.sep))
 
 
 class _Alike(Transport):

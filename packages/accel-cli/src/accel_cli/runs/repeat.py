@@ -1,4 +1,4 @@
-"""`accel runs repeat RUN`: the command of a recorded run once more, with its settings and seeds, in a new folder."""
+"""`accel runs repeat RUN`: a recorded command once more, with the same settings and seeds, in a new folder."""
 
 from __future__ import annotations
 
