@@ -137,12 +137,14 @@ def test_secrets_are_hidden_wherever_they_stand(tmp_path: Path, monkeypatch: pyt
         "code": {"difference": f"+url = 'https://me:pw@host'\n+x = {SECRET}\n"},
         "environment": describe_environment(os.environ),
         "settings": {"tracker.password": {"value": "a b", "source": "argument"}},
+        "packages": {"secretstorage": "3.5.0"},
     }
     assert write_run_record(tmp_path, content, attempt_entry("", 0, "node1")) == ""
     text = (tmp_path / RECORD).read_text()
     assert not [secret for secret in (SECRET, "very-secret", "other-key", "me:pw", "a b") if secret in text]
     assert read_run_record(tmp_path)["environment"]["NCCL_PASSWORD"] == "***"
     assert "MY_HUB_TOKEN" not in text
+    assert read_run_record(tmp_path)["packages"] == {"secretstorage": "3.5.0"}
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a full device")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from accel_state.errors import NotFound, SettingError
-from accel_state.redaction import HIDDEN, is_secret, redact, redact_arguments
+from accel_state.redaction import HIDDEN, is_secret, redact, redact_arguments, redact_text
 from accel_state.untrusted import anything, dict_of, list_of, number, parse_json, read_limited, record
 
 __all__ = (
@@ -71,7 +71,10 @@ def write_run_record(folder: str | os.PathLike[str], content: Mapping[str, Any],
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # As a reader sees it, because it is compared with what an earlier start has written.
-        before, hidden = _earlier(path), json.loads(_without_known(redact(content)))
+        # The names of packages say nothing about their versions.
+        packages = {name: redact_text(version) for name, version in content.get("packages", {}).items()}
+        before = _earlier(path)
+        hidden = json.loads(_without_known({**redact(content), "packages": packages}))
         attempts = before.get("attempts", [])
         kept = [one for one in attempts if one.get("id") != attempt["id"]]
         own = next((one for one in attempts if one.get("id") == attempt["id"]), None)

@@ -84,7 +84,10 @@ def _headline(number: int, run: Mapping[str, Any]) -> str:
     goodput = run["goodput"] or {}
     running = goodput.get("running", False)
     state = "running" if running else "finished" if run.get("finished") else "ended before its end"
-    facts = [f"started {_when(run['started'])}" if run.get("started") else "", state if "finished" in run else ""]
+    facts = [
+        f"started {_when(run['started'])}" if run.get("started") else "",
+        state if running or "finished" in run else "",
+    ]
     if goodput:
         restarts = goodput["restarts"]
         facts += [

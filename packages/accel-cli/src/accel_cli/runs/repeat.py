@@ -71,6 +71,10 @@ def plan_repeat(run: str, output: str | None, last_step: int | None = None, note
         NotFound: the run has no record.
         SettingError: the record cannot be read, or the folder of the new run is not empty.
     """
+    if last_step is not None and last_step < 1:
+        raise SettingError(
+            f"Cannot repeat the run {run!r} up to step {last_step}.", "Steps count from 1.", "Give --steps 1 or more."
+        )
     record = read_run_record(run)
     target = os.path.abspath(output) if output is not None else _free(record["folder"])
     if os.path.isdir(target) and os.listdir(target):
