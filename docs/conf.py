@@ -22,6 +22,7 @@ extensions = [
     "sphinx_design",
     "bars",
     "docstrings",
+    "llms",
 ]
 exclude_patterns = ["examples", "extensions"]
 

@@ -17,6 +17,7 @@ from faults import sweeps, tracing
 from torch import nn
 
 from accel_plugins.checkpoint.manifest import verify
+from accel_plugins.checkpoint.recovery import unfinished
 from accel_plugins.checkpoint.retention import checkpoints, find_newest
 from accel_state import current
 from accel_state.errors import CheckpointError
@@ -363,7 +364,7 @@ def stale_folders(run: Run) -> sweeps.Tally:
 
 
 def _unfinished(project: Path) -> list[str]:
-    return [entry.name for entry in (project / "checkpoints").iterdir() if ".staged-" in entry.name]
+    return [entry.name for entry in unfinished(project / "checkpoints")]
 
 
 def run_goes_on(run: Run) -> str | None:

@@ -25,9 +25,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accel_ops import gather_object, set_seed
-from accel_plugins.deepspeed.config import DeepSpeedPlugin
-from accel_plugins.deepspeed.objects import DummyOptim, DummyScheduler
-from accel_plugins.deepspeed.zero_init import gathered
+from accel_plugins.deepspeed.config import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from accel_plugins.deepspeed.engine import gathered
 from accel_plugins.precision.config import AORecipeKwargs
 from accel_state.errors import AccelError
 from accel_state.run_state import AcceleratorState
@@ -487,7 +486,7 @@ class OwnStream(IterableDataset[Tensor]):
 def exact_epochs(stage: int) -> dict[str, Any]:
     """Epochs whose last steps some processes have no data for, and one process that trains with the same samples."""
     plugin = parts(stage)
-    del plugin["hf_ds_config"]["gradient_clipping"]
+    plugin["hf_ds_config"] |= {"gradient_clipping": 0.0, "train_micro_batch_size_per_gpu": 2}
     accelerator = started(plugin, dataloader_config=DataLoaderConfiguration(exact_epochs=True))
     plain = layers()
     model, optimizer = accelerator.prepare(plain, adamw(plain.parameters()))

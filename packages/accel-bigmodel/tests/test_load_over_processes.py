@@ -105,6 +105,24 @@ def wide() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 98), nn.ReLU(), nn.Linear(98, 51))
 
 
+def packed(folder: str, elsewhere: str) -> bool:
+    """Load a weight of which each process holds a slice of each half, as of packed projections."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    state = PartialState(cpu=True)
+    rank, model = state.process_index, nn.Linear(8, 12)
+    layout = {"shape": model.weight.shape, "stride": model.weight.stride(), "run_check": False}
+    mesh = init_device_mesh("cpu", (2,))
+    shard = DTensor.from_local(torch.zeros(6, 8), mesh, [_StridedShard(0, split_factor=2)], **layout)
+    model.weight = nn.Parameter(shard)
+    load_checkpoint_in_model(model, folder if state.is_main_process else elsewhere, strict=True)
+    expected = reference().first
+    slices = torch.cat([half.chunk(2)[rank] for half in expected.weight.chunk(2)])
+    return torch.equal(model.weight.to_local(), slices) and torch.equal(model.bias, expected.bias)
+
+
 def bytes_by_device_map(folder: str) -> tuple[list[str], int]:
     rank = PartialState(cpu=True).process_index
     with init_empty_weights():
@@ -154,6 +172,12 @@ def test_weights_spread_over_processes_come_from_the_first(
     save_weights(reference().state_dict(), tmp_path, 300)
     nowhere = str(tmp_path / "nowhere")
     assert two.run(into_shards, str(tmp_path), nowhere, empty, dtype) == [(True, [], True)] * 2
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_shards_of_packed_weights_are_loaded(two: Processes, tmp_path: Path, shared: bool) -> None:
+    save_weights(reference().first.state_dict(), tmp_path)
+    assert two.run(packed, str(tmp_path), str(tmp_path if shared else tmp_path / "nowhere")) == [True, True]
 
 
 @pytest.mark.parametrize("empty", [False, True])
@@ -243,7 +267,7 @@ FAILURES: dict[str, type[BaseException]] = {
 
 def failed_on_one(folder: str, spread: bool, stage: str, rank: int, kind: str) -> str:
     """What a process raises when loading fails on one of them, and whether all can go on together."""
-    from accel_bigmodel import load, loading
+    from accel_bigmodel import load_together, loading
     from accel_ops.collectives import gather
 
     PartialState(cpu=True)
@@ -253,8 +277,8 @@ def failed_on_one(folder: str, spread: bool, stage: str, rank: int, kind: str) -
         raise FAILURES[kind]("at this point")
 
     owner, name = {
-        "find": (load, "find_weights"),
-        "read": (load if spread else loading, "copy_all"),
+        "find": (load_together, "find_weights"),
+        "read": (load_together if spread else loading, "copy_all"),
         "allocate": (loading.Loading, "bring"),
         "convert": (nn.Module, "to"),
     }[stage]

@@ -21,6 +21,7 @@ from accel_bigmodel.weight_files import (
     save_weights,
     save_weights_file,
 )
+from accel_bigmodel.weight_files.reading import Copy, WeightSource, copy_all, open_weights
 from accel_state.errors import CheckpointError
 
 STATE = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(1.5)}
@@ -326,3 +327,36 @@ def test_single_weights_of_a_file(tmp_path: Path, name: str) -> None:
     assert load_weights_file(tmp_path / name, device="meta")["a"].is_meta
     with pytest.raises(CheckpointError, match="Cannot read 'c' from"):
         load_weights_file(tmp_path / name, names=["b", "c"])
+
+
+@pytest.mark.parametrize("kind", ["mapped", "before zip files"])
+def test_a_weight_under_two_names_is_copied_to_both(tmp_path: Path, kind: str) -> None:
+    weight = torch.arange(3.0 * (1 << 20)).reshape(3, -1)
+    torch.save({"a": weight, "b": weight}, tmp_path / "a.bin", _use_new_zipfile_serialization=kind == "mapped")
+    stored = open_weights([WeightSource(tmp_path / "a.bin")])
+    targets = {name: torch.zeros_like(weight) for name in "ab"}
+    for name, target in targets.items():
+        # One after the other: what was let go of after the first copy is there for the second.
+        assert copy_all([Copy(target, stored[name])]) == weight.nbytes
+    assert torch.equal(targets["a"], weight)
+    assert torch.equal(targets["b"], weight)
+
+
+def mapped_bytes() -> int:
+    """Memory of this process that is of mapped files."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssFile:"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="The system does not tell it.")
+@pytest.mark.parametrize("safe", [True, False])
+def test_what_was_copied_from_a_file_is_not_kept_in_memory(tmp_path: Path, safe: bool) -> None:
+    saved = {str(number): torch.full((1 << 10, 1 << 10), float(number)) for number in range(8)}
+    save_weights(saved, tmp_path, safe_serialization=safe)
+    stored = open_weights(find_weights(tmp_path))
+    targets = {name: torch.zeros_like(weight) for name, weight in saved.items()}
+    before = mapped_bytes()
+    copy_all([Copy(targets[name], weight) for name, weight in stored.items()])
+
+    assert mapped_bytes() - before < 4 << 20
+    assert all(torch.equal(targets[name], weight) for name, weight in saved.items())

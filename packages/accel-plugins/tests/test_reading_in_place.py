@@ -162,3 +162,27 @@ def test_weights_and_a_state_are_read_into_given_memory(tmp_path: Path) -> None:
     assert same(dict(sorted(read_weights(tmp_path / "a.safetensors", own).items())), saved)
     assert same(own, saved)
     assert same(with_own_memory(pickled.read(tmp_path / "a", mapped=True), {}), saved)
+
+
+def mapped_bytes() -> int:
+    """Memory of this process that is of mapped files."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssFile:"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="The system does not tell it.")
+@pytest.mark.parametrize("stepped_before", [True, False])
+def test_a_state_that_was_read_takes_no_memory_besides_its_own(tmp_path: Path, stepped_before: bool) -> None:
+    saved = {number: torch.full((1 << 20,), float(number)) for number in range(8)}
+    pickled.write(saved, tmp_path / "a")
+    own = {number: torch.zeros(1 << 20) for number in saved} if stepped_before else {}
+    mapped = pickled.read(tmp_path / "a", mapped=True)
+    kept = list(mapped.values())
+    before = mapped_bytes()
+    found = with_own_memory(mapped, own)
+
+    assert mapped_bytes() - before < 4 << 20
+    assert same(found, saved)
+    # What is still mapped is as it was.
+    assert same(kept, list(saved.values()))
+    assert mapped_bytes() - before > 24 << 20

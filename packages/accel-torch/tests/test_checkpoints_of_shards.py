@@ -43,16 +43,30 @@ def train(accelerator: Accelerator, model: Any, optimizer: Any, steps: int = 2) 
         optimizer.zero_grad()
 
 
-def compiled_first(version: int, kind: str, folder: str) -> tuple[list[str], bool, list[str]]:
-    """Names of the weights, whether a load brings back what a save had, and the names in an exported file."""
+def compiled_first(version: int, kind: str, part: str, folder: str) -> tuple[list[str], bool, list[str]]:
+    """Names of the weights, whether a load brings back what a save had, and the names in an exported file.
+
+    Args:
+        version: of FSDP.
+        kind: of state dict.
+        part: a submodule that is compiled and sharded separately; empty: the whole model is.
+        folder: for what is saved.
+    """
     from safetensors.torch import load_file
 
     fresh()
     torch._dynamo.reset()
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, auto_wrap_policy="NO_WRAP", state_dict_type=kind)
+    blocks: dict[str, Any] = {"auto_wrap_policy": "NO_WRAP"}
+    if part:
+        blocks = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Linear"]}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type=kind, **blocks)
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     torch.manual_seed(0)
-    model: Any = torch.compile(Tied(), backend="eager")
+    model: Any = Tied()
+    if part:
+        setattr(model, part, torch.compile(getattr(model, part), backend="eager"))
+    else:
+        model = torch.compile(model, backend="eager")
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.03)
     model, optimizer = accelerator.prepare(model, optimizer)
     train(accelerator, model, optimizer)
@@ -69,12 +83,19 @@ def compiled_first(version: int, kind: str, folder: str) -> tuple[list[str], boo
 
 
 @pytest.mark.parametrize(
-    ("version", "kind"), [(1, "SHARDED_STATE_DICT"), (1, "FULL_STATE_DICT"), (2, "SHARDED_STATE_DICT")]
+    ("version", "kind", "part"),
+    [
+        (1, "SHARDED_STATE_DICT", ""),
+        (1, "FULL_STATE_DICT", ""),
+        (1, "SHARDED_STATE_DICT", "middle"),
+        (2, "SHARDED_STATE_DICT", ""),
+        (2, "SHARDED_STATE_DICT", "middle"),
+    ],
 )
 def test_a_model_that_was_compiled_before_prepare_is_saved_under_its_own_names(
-    two: Processes, tmp_path: Path, version: int, kind: str
+    two: Processes, tmp_path: Path, version: int, kind: str, part: str
 ) -> None:
-    names, is_back, exported = two.run(compiled_first, version, kind, str(tmp_path))[0]
+    names, is_back, exported = two.run(compiled_first, version, kind, part, str(tmp_path))[0]
     assert names == sorted(Tied().state_dict())
     assert is_back
     # A tied weight is written once.

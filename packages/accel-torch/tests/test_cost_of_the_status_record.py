@@ -67,7 +67,7 @@ def test_a_step_executes_few_byte_codes(fresh_state: Any, tmp_path: Path, monkey
     assert STATUS_RECORD.steps >= 4 * STEPS
     # Without the functions that an epoch calls once.
     each = {name: count / STEPS for name, count in executed.items() if count > 5 * STEPS and "epoch" not in name}
-    assert set(each) == {"batch_requested", "batch_given", "_decided", "enter"}
+    assert set(each) == {"batch_requested", "batch_given", "enter"}
     assert sum(each.values()) < BYTE_CODES, each
 
 

@@ -37,9 +37,11 @@ BUILT_IN: Final = (
     ("explain", "accel_cli.commands.explain:COMMAND", "show the settings of a launch and the source of each"),
     ("doctor", "accel_cli.commands.doctor:COMMAND", "find problems of a run before it starts"),
     ("test", "accel_cli.commands.test:COMMAND", "test processes, collectives, loaders and training on this machine"),
+    ("runs", "accel_cli.commands.runs:COMMAND", "show, compare, report, repeat and replay runs"),
     ("backends", "accel_cli.commands.backends:COMMAND", "list the installed backends and whether they work here"),
     ("env", "accel_cli.commands.env:COMMAND", "show versions and settings for a bug report"),
     ("checkpoint", "accel_cli.commands.checkpoint:COMMAND", "list, verify, prune, describe and copy checkpoints"),
+    ("mcp", "accel_cli.commands.mcp:COMMAND", "serve run status, reports, settings and checks to a language model"),
     ("completion", "accel_cli.commands.completion:COMMAND", "print a completion script for a shell"),
     ("tpu-config", "accel_cli.commands.tpu_config:COMMAND", "run commands on every machine of a TPU pod"),
 )

@@ -3,6 +3,7 @@ from accel_data import *  # noqa: F403
 from accel_ops import *  # noqa: F403
 from accel_plugins import *  # noqa: F403
 from accel_state import *  # noqa: F403
+from accel_state.errors import BadStep as BadStep
 from accel_state.errors import NonFiniteStep as NonFiniteStep
 from accel_state.errors import ReplicasDiffer as ReplicasDiffer
 from accel_state.errors import SpikeStep as SpikeStep

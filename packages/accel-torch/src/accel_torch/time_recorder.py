@@ -147,8 +147,16 @@ class _TimedLoader(LoaderHook):
             record.stepped = False
 
     def batch_requested(self) -> None:
-        """Charge what the loop did with the batch before."""
-        STATUS_RECORD.enter(DATA, self._decided())
+        """Charge what the loop did with the batch before, unless a loop around it decides that."""
+        record, decided = STATUS_RECORD, None
+        if record.stepped:
+            record.stepped = False
+            self._recorder.trained = True
+            decided = int(record.cells[LIKELY])
+        elif not self._in_step:
+            # An open window of micro-batches belongs to the next step.
+            decided = EVALUATION if self._gradient.sync_gradients else int(record.cells[LIKELY])
+        record.enter(DATA, decided)
 
     def batch_given(self, batch: Any) -> None:
         """What the loop does with the batch is known later; until then it counts as a step if the process is killed."""
@@ -160,21 +168,9 @@ class _TimedLoader(LoaderHook):
 
     def epoch_ends(self) -> None:
         """The time after an epoch counts as what the loop did."""
+        self.batch_requested()
         after = STEP if STATUS_RECORD.steps > 0 and torch.is_grad_enabled() else EVALUATION
-        STATUS_RECORD.enter(UNDECIDED if self._in_step else after, self._decided())
-
-    def _decided(self) -> int | None:
-        """What the loop did since the last decision; None if a loop around it decides that."""
-        record = STATUS_RECORD
-        if record.stepped:
-            record.stepped = False
-            self._recorder.trained = True
-        elif self._in_step:
-            return None
-        elif self._gradient.sync_gradients:
-            return EVALUATION
-        # An open window of micro-batches belongs to the next step.
-        return int(record.cells[LIKELY])
+        STATUS_RECORD.enter(UNDECIDED if self._in_step else after)
 
     def _trains(self) -> bool:
         """Whether a model with parameters to train is in training mode."""

@@ -40,6 +40,7 @@ class TokenWeighting(Hook):
 
     Attributes:
         unfinished: whether the last micro-batch of the window is still to come.
+        share: the weight of the current micro-batch, in the unit by which its loss is divided.
     """
 
     def __init__(self, process: Process) -> None:
@@ -56,6 +57,7 @@ class TokenWeighting(Hook):
         # Weights may be a thousand tokens and more. Dividing losses by a power of two of about this size avoids
         # overflow in fp16 and does not round. All processes must divide by the same number.
         self._unit = 0.0
+        self.share = 0.0
         self.unfinished = False
 
     def enter(
@@ -83,7 +85,8 @@ class TokenWeighting(Hook):
         if last:
             self._exchange(wait=False)
             self._settled = False
-        return (1.0 if loss_reduction == "sum" else number) / self._unit
+        self.share = number / self._unit
+        return 1.0 / self._unit if loss_reduction == "sum" else self.share
 
     def _exchange(self, wait: bool) -> None:
         """Begin to exchange the sums, unless they are known."""

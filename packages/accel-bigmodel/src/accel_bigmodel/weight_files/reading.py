@@ -5,13 +5,17 @@ safetensors and torch check a file when they open it, and map it: a weight takes
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
 import os
 import pickle
+import sys
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
@@ -38,6 +42,7 @@ __all__ = (
     "WeightSource",
     "copy_all",
     "find_weights",
+    "forget_pages",
     "load_torch_file",
     "load_weights",
     "load_weights_file",
@@ -45,7 +50,8 @@ __all__ = (
     "record_of_tensor",
 )
 
-_MOST_MAPPED_BYTES: Final = 128 << 20
+_PIECE: Final = 16 << 20
+"""Bytes of a weight that are copied at once; only that much of it is in memory twice."""
 _THREADS: Final = min(8, max(4, os.cpu_count() or 1))
 """One thread leaves a disk idle between two reads; more than 8 save no time."""
 
@@ -137,6 +143,9 @@ class WeightFile:
     Args:
         path: the file.
 
+    Attributes:
+        is_mapped: whether its values take no memory until they are used.
+
     Raises:
         CheckpointError: the file is missing, truncated or corrupted, holds Python objects other than weights, or has a
             dtype that torch does not support.
@@ -144,7 +153,8 @@ class WeightFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._values: dict[str, Any] | None = _values_in(path)
+        self._values = _values_in(path)
+        self.is_mapped = is_safetensors(path) or _can_be_mapped(path)
         self.names = tuple(self._values)
 
     def get(self, name: str) -> Any:
@@ -153,14 +163,8 @@ class WeightFile:
         Raises:
             CheckpointError: the file does not contain it.
         """
-        if self._values is None:
-            self._values = _values_in(self.path)
         _check_present(self.path, [name], self._values)
         return self._values[name]
-
-    def close(self) -> None:
-        """Release the mapping, with the pages that were read through it; the next `get` maps the file again."""
-        self._values = None
 
 
 @dataclass(frozen=True)
@@ -239,13 +243,18 @@ class Copy(NamedTuple):
         source = self.weight.mapped()
         for dimension, start in enumerate(self.starts or ()):
             source = source.narrow(dimension, start, self.target.shape[dimension])
-        self.target.detach().copy_(source)
+        target = self.target.detach()
+        if not self.weight.file.is_mapped or source.layout != torch.strided or not source.dim() or not source.nbytes:
+            target.copy_(source)
+            return
+        rows = max(1, _PIECE * len(source) // source.nbytes)
+        for to, part in zip(torch.split(target, rows), torch.split(source, rows), strict=True):
+            to.copy_(part)
+            forget_pages(part)
 
 
 def copy_all(copies: Iterable[Copy], advance: Callable[[int], object] = lambda size: None) -> int:
-    """Fill tensors on several threads, file by file.
-
-    Pages that were read count as memory of the process while they are mapped, so a file is mapped anew after 128 MiB.
+    """Fill tensors on several threads.
 
     Args:
         copies: what to fill.
@@ -267,12 +276,9 @@ def copy_all(copies: Iterable[Copy], advance: Callable[[int], object] = lambda s
     devices = {copy.target.device for copy in copies}
     # What was given to a device before may still use the memory of the targets.
     _wait_for(devices)
-    read = 0
     with ThreadPoolExecutor(_THREADS, "accel-load") as pool:
-        for batch in _batches(copies):
-            read += sum(pool.map(run, batch))
-            if (file := batch[0].weight.file) is not None:
-                file.close()
+        # In the order of the file, as a disk reads it best.
+        read = sum(pool.map(run, sorted(copies, key=lambda copy: str(copy.weight.path))))
     # The streams of the caller know nothing of the copies that other threads have started.
     _wait_for(devices)
     return read
@@ -283,20 +289,6 @@ def _wait_for(devices: Iterable[torch.device]) -> None:
     for device in devices:
         if device.type != "meta" and family_of(device).spec.pins_memory:
             torch.get_device_module(device).synchronize(device)
-
-
-def _batches(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
-    """Copies from one file, of at most `_MOST_MAPPED_BYTES` if there are several."""
-    batch: list[Copy] = []
-    size = 0
-    for copy in sorted(copies, key=lambda copy: str(copy.weight.path)):
-        size += copy.size
-        if batch and (copy.weight.path != batch[0].weight.path or size > _MOST_MAPPED_BYTES):
-            yield batch
-            batch, size = [], copy.size
-        batch.append(copy)
-    if batch:
-        yield batch
 
 
 def _values_in(path: Path) -> dict[str, Any]:
@@ -384,6 +376,33 @@ def load_torch_file(path: Path, *, mapped: bool, **options: Any) -> Any:
     sparse: Any = torch.sparse.check_sparse_tensor_invariants
     with sparse():
         return torch.load(path, weights_only=True, mmap=mapped and _can_be_mapped(path), **options)
+
+
+def forget_pages(tensor: Tensor) -> None:
+    """Let go of the pages of a mapped tensor that was copied; while they are mapped, they are memory of the process.
+
+    Args:
+        tensor: a tensor of a mapped file into which nobody has written: what is used of it later is read from the file
+            again. The values of any other tensor are lost.
+    """
+    call = _madvise()
+    if call is not None and tensor.numel():
+        extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        # A page at either end may belong to another tensor too.
+        begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (tensor.data_ptr() + extent * tensor.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE - begin
+        if length > 0:
+            call(begin, length, mmap.MADV_DONTNEED)
+
+
+@cache
+def _madvise() -> Any | None:
+    if sys.platform != "linux":
+        return None
+    call = getattr(ctypes.CDLL(None), "madvise", None)
+    if call is not None:
+        call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return call
 
 
 def _can_be_mapped(path: Path) -> bool:

@@ -19,7 +19,7 @@ from torch.nn import Module, Parameter
 from accel_bigmodel import weight_files
 from accel_bigmodel.dispatch import get_state_dict_offloaded_model
 from accel_bigmodel.failed_load import LoadGuard, load_guard
-from accel_bigmodel.weight_files.reading import Copy, StoredWeight, WeightSource, copy_all, open_weights
+from accel_bigmodel.weight_files.reading import Copy, StoredWeight, WeightSource, copy_all, forget_pages, open_weights
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.files import (
     FSDP_MODEL_NAME,
@@ -274,12 +274,14 @@ class _CopyFromFile:
         """An item of the state, and what the run has in its place, as in `with_own_memory`."""
         if isinstance(item, Tensor):
             alone = _is_plain(item) and self._users[item.untyped_storage().data_ptr()] == 1
-            fits = alone and _is_dense(own) and _layout(own) == _layout(item)
-            if not fits or own.data_ptr() in self._filled:
+            if not alone or not _is_dense(item):
                 return copy.deepcopy(item, self._copies)
-            self._filled.add(own.data_ptr())
-            own.detach().copy_(item)
-            return own
+            fits = _is_dense(own) and _layout(own) == _layout(item) and own.data_ptr() not in self._filled
+            target = own if fits else torch.empty_like(item, requires_grad=item.requires_grad)
+            self._filled.add(target.data_ptr())
+            target.detach().copy_(item)
+            forget_pages(item)
+            return target
         if isinstance(item, dict):
             of_own = own if isinstance(own, Mapping) else {}
             item.update({key: self.copied(value, of_own.get(key)) for key, value in item.items()})

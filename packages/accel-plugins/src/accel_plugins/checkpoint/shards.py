@@ -35,7 +35,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from accel_bigmodel.failed_load import LoadGuard
 from accel_bigmodel.tied import memory_of
-from accel_bigmodel.weight_files.reading import TensorRecord, record_of_tensor
+from accel_bigmodel.weight_files.reading import TensorRecord, forget_pages, record_of_tensor
 from accel_ops.dtensors import local_chunks
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.files import FlushedWhileWritten, walk
@@ -286,6 +286,7 @@ class _PlainReader(FileSystemReader):
         self._guard.writes = True
         for item, target, part in filled.values():
             target.copy_(part)
+            forget_pages(part)
             planner.commit_tensor(item, target)
         return super().read_data(dataclasses.replace(plan, items=others), planner)
 

@@ -140,6 +140,7 @@ class FSDP1Strategy(ShardedStrategy):
             sharded = self._shard(compiled._orig_mod)
             sharded._compiled_call_impl = compiled.dynamo_ctx(sharded._call_impl)
             return sharded
+        _compile_parts_in_place(model)
         config = self.config
         if config.sync_module_states or config.cpu_ram_efficient_loading:
             weights.send_from_first(model, self.context.process.device)
@@ -228,6 +229,21 @@ class FSDP1Strategy(ShardedStrategy):
                 for name, parameter in sharded.module.named_parameters()
                 if parameter.grad is not None
             }
+
+
+def _compile_parts_in_place(model: Module) -> None:
+    """Replace compiled submodules by what they compile, compiled in place.
+
+    torch's policy wraps the module inside a compiled one, and the compiled call would go on to the module without its
+    wrapper, which gathers the parameters.
+    """
+    for parent in list(model.modules()):
+        for name, part in list(parent.named_children()):
+            if is_compiled_module(part):
+                compiled: Any = part
+                inner = compiled._orig_mod
+                inner._compiled_call_impl = compiled.dynamo_ctx(inner._call_impl)
+                setattr(parent, name, inner)
 
 
 def _sharded(model: Any) -> FullyShardedDataParallel | None:

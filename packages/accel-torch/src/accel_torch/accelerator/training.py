@@ -9,9 +9,10 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, overload
 
 from accel_plugins.layers import strategy_model
+from accel_state.errors import NotOffered
 from accel_state.labels import DEVICE_MAP
 from accel_state.library import stack_level
 from accel_state.watch.record import STATUS_RECORD
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from accel_plugins.strategy import Strategy
     from accel_state.labels import RNGType
     from accel_torch.session import Session
+    from accel_torch.step_guard.judge import StepJudge
 
 __all__ = ("PREPARING", "TrainingMixin")
 
@@ -534,6 +536,11 @@ class TrainingMixin(Facade):
         return any(optimizer.step_was_skipped for optimizer in self.session.prepared.optimizers)
 
     @property
+    def guard(self) -> StepJudge | None:
+        """The guard that judges each step, with its `events`; None without a `StepGuard` in `kwargs_handlers`."""
+        return cast("StepJudge | None", self.session.guard)
+
+    @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler of an fp16 run, otherwise None."""
         return self.session.precision.scaler
@@ -601,6 +608,12 @@ def _join_uneven_inputs(session: Session, joinables: Sequence[Any], even_batches
 
     if session.state.use_distributed:
         session.backend.demand("join")
+        if session.guard is not None:
+            raise NotOffered(
+                "Cannot enter join_uneven_inputs in a run with a StepGuard.",
+                "All processes judge each step together, and one without batches would be missed.",
+                "Use even_batches=True, or remove the StepGuard.",
+            )
     samplers = [] if even_batches is None else _adjustable(session)
     before = [sampler.even_batches for sampler in samplers]
     for sampler in samplers:

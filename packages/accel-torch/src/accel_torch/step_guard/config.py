@@ -9,11 +9,11 @@ from accel_state.errors import Conflict, SettingError
 from accel_state.kwargs import KwargsHandler
 from accel_state.settings.integers import as_int
 
-__all__ = ("ACTIONS", "Action", "StepGuard")
+__all__ = ("Action", "StepGuard")
 
 Action = Literal["raise", "skip", "rollback"]
 
-ACTIONS: Final[tuple[Action, ...]] = ("raise", "skip", "rollback")
+_ACTIONS: Final[tuple[Action, ...]] = ("raise", "skip", "rollback")
 
 
 @dataclass
@@ -37,7 +37,7 @@ class StepGuard(KwargsHandler):
         on_spike: what to do with a spike.
         window: the number of good steps with which a step is compared; at least five precede a judged one.
         snapshot_every: with "rollback", the number of good steps between two snapshots in host memory.
-        max_consecutive: this many bad steps in a row raise, whatever was to be done with them.
+        max_consecutive: this many bad steps in a row raise, whatever the actions are.
         locate: after a bad step, repeat the forward pass to name the first module whose output was not finite. The
             inputs of the model are kept until the step.
 
@@ -75,7 +75,7 @@ class StepGuard(KwargsHandler):
         if wrong:
             raise SettingError(
                 f"Cannot guard steps with StepGuard({', '.join(wrong)}).",
-                f"nonfinite and on_spike are one of {', '.join(map(repr, ACTIONS))}; spike is a positive number or "
+                f"nonfinite and on_spike are one of {', '.join(map(repr, _ACTIONS))}; spike is a positive number or "
                 "None; window is an int of at least 5, snapshot_every and max_consecutive of at least 1; locate is a "
                 "bool.",
                 "Give for example StepGuard(nonfinite='skip', spike=20, on_spike='skip').",
@@ -88,7 +88,7 @@ class StepGuard(KwargsHandler):
             )
 
     def _is_unknown(self, name: str) -> bool:
-        return getattr(self, name) not in ACTIONS
+        return getattr(self, name) not in _ACTIONS
 
     @property
     def rolls_back(self) -> bool:

@@ -1,4 +1,4 @@
-"""What is told about a bad step: an event in memory, in the log, in the project folder and in the status record."""
+"""The record of a bad step: an event in memory, in the log, in the project folder and in the status record."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from accel_state.watch.goodput import append_line
 from accel_state.watch.record import STATUS_RECORD
 from accel_torch.step_guard.config import Action
 
-__all__ = ("EVENTS", "Cause", "StepEvent", "tell")
+__all__ = ("EVENTS", "LikelyCause", "StepEvent", "tell")
 
 EVENTS: Final = "events.jsonl"
 """File in the project folder, with one line for each bad step."""
 
-Cause = Literal["data", "numerics", "hardware"]
+LikelyCause = Literal["data", "numerics", "hardware"]
 
 _logger: Final = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class StepEvent(NamedTuple):
     step: int
     kind: Literal["nonfinite", "spike"]
     action: Action
-    cause: Cause
+    cause: LikelyCause
     quantity: Literal["loss", "norm"]
     value: float
     limit: float | None
