@@ -1,4 +1,4 @@
-"""`accel runs repeat RUN`: the command of a recorded run once more, with the same settings and seeds, in a new folder."""
+"""`accel runs repeat RUN`: a recorded command once more, with the same settings and seeds, in a new folder."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def plan_repeat(run: str, output: str | None, last_step: int | None = None, note
         )
     command, settings = record["command"], record["settings"]
     words, config = [str(word) for word in command.get("words", [])], ""
-    given = [word for word in words[1:]]
+    given = words[1:]
     for pattern in own_folders(record):
         given = [pattern.sub(lambda _: target, word) for word in given]
     if command.get("launched"):

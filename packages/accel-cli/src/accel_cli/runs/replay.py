@@ -83,7 +83,9 @@ def replay_step(run: str, step: int, output: str | None = None) -> Replay:
         code = run_plan(plan, output_to=2)
         noted = _notes(plan.output)
         if not noted:
-            remedy = "Read its output. The script must call load_state(missing_ok=True) with automatic checkpoint naming."
+            remedy = (
+                "Read its output. The script must call load_state(missing_ok=True) with automatic checkpoint naming."
+            )
             obstacle = f"Replay {number} ended with exit code {code} before it reached the step."
             raise NotFound(failed, obstacle, remedy)
         notes.append({"ranks": noted, "guarded": _guarded(plan.output, step)})
