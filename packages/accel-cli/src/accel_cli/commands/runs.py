@@ -43,7 +43,6 @@ class Runs:
 
     help = "show, compare, report, repeat and replay runs"
     examples = ("status", "list logs")
-    examples = ("status", "list logs")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the actions and their arguments."""
