@@ -192,7 +192,7 @@ def _of_config(config: object) -> Manifest:
             failed,
             "No installed backend has this settings class. Installed backends: "
             f"{', '.join(BACKENDS.names()) or 'none'}.",
-            "Install the package that provides it.",
+            "Give settings such as FullyShardedDataParallelPlugin(...), or install the package that provides these.",
         )
     return _only(owners, failed)
 
