@@ -39,8 +39,9 @@ def test_exact_epochs_train_as_one_process_with_all_samples(play: Play, stage: i
     done = play(SCENES, "exact_epochs", stage=stage)
     assert done["samples"] == [list(range(13)), [0], [*range(5), *range(100, 109)], [100, 101, 102]]
     assert done["steps"] == [4, 1, 5, 2]
-    # Process 0 has no data in the last two steps of the first stream, and none of the second at all.
-    assert done["stand-ins"] == [4, 1]
+    # Process 0 has no data in the last two steps of the first stream, and none of the second at all; process 1 has
+    # none in the last step of each map-style data set.
+    assert done["stand-ins"] == [4, 2]
     assert done["off"] < 1e-5
     assert "weights the batches of a step itself" in done["refusal"]
 
