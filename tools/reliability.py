@@ -34,6 +34,7 @@ import reliability_damaged_files as damaged
 import reliability_gadgets as gadgets
 import reliability_hangs as hangs
 import reliability_runs as runs
+import reliability_stores as stores
 from mutants_report import PART_OF_MUTANTS
 from reliability_data_writes import data_writes
 
@@ -52,7 +53,11 @@ Faults happen at system calls: the harness traces a forked child that saves, and
 operation or makes that operation fail. A loss of power is simulated on a model of a disk that keeps flushed data
 (contents with their file, names with their folder); of all other data it keeps nothing, the names only, names and
 lengths with zeros as contents, or everything. In rows with "no rename-exchange", a filter of the kernel refuses to
-exchange two names, as NFS does. Containers are namespaces of the kernel. Rows that begin with "read" are pickles that
+exchange two names, as NFS does. Containers are namespaces of the kernel. In rows with "beside loads", each save has one
+number in everything that it saves, and another run loads all the time: *survived* means also that each load had the
+numbers of one save, and that nothing was left after one more save. A history of an object store has several runs, one
+after the other or at once; *survived* means that no checkpoint of which the store acknowledged the last request was
+lost, or lost files, to an older one. Rows that begin with "read" are pickles that
 attack the reader: there *survived* means that the file was read, or refused with a typed error, without running code,
 crashing or hanging. The harness is `tests-integration/faults`.
 
@@ -145,12 +150,22 @@ SWEEPS: Final[Mapping[str, Sweep]] = {
     "two writers of one name, no rename-exchange": lambda folder, every: runs.two_writers(
         runs.Run(folder / "project", exchange=False), 10 // every + 1
     ),
-    "a second PID namespace with the same host name": lambda folder, every: containers.neighbours(
+    "a second PID namespace with the same host name, beside loads": lambda folder, every: containers.neighbours(
         runs.Run(folder / "project", overwrite=True), every
+    ),
+    "a second PID namespace, beside loads, no rename-exchange": lambda folder, every: containers.neighbours(
+        runs.Run(folder / "project", overwrite=True, exchange=False), every
+    ),
+    "killed at random moments beside loads": lambda folder, every: containers.kills(
+        runs.Run(folder / "project", overwrite=True), every
+    ),
+    "killed at random moments beside loads, no rename-exchange": lambda folder, every: containers.kills(
+        runs.Run(folder / "project", overwrite=True, exchange=False), every
     ),
     "a restarted container with its predecessor's pid": lambda folder, every: containers.restarts(
         runs.Run(folder / "project", overwrite=True, exchange=False), every
     ),
+    "an object store with faults": stores.histories,
     "while training goes on: written through `.data`": data_writes,
     "SIGTERM during a save": lambda folder, every: runs.signals(runs.Run(folder / "project"), 20 // every + 1),
     "hang: one process in a Python loop": _absent("loop"),

@@ -115,7 +115,7 @@ def test_a_machine_that_leaves_is_a_finding(port):
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False)
     # The main machine may not have arrived first.
     number = store.add("arrived", 1) - 1
-    own = {**SECOND._asdict(), "address": "127.0.0.1", "port": 1}
+    own = {**SECOND._asdict(), "unreachable": {}, "address": "127.0.0.1", "port": 1}
     store.set(f"member {number}", json.dumps(own))
     store.wait(["count"])
     del store

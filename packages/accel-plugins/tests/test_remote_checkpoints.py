@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -153,7 +153,7 @@ def test_one_damaged_manifest_does_not_hide_or_keep_the_others(remote: RemoteChe
     newest = remote.newest()
     assert newest is not None
     assert newest.name == "checkpoint_2"
-    assert remote.surplus(1) == ["checkpoint_0", "checkpoint_1"]
+    assert [one.name for one in remote.surplus(1)] == ["checkpoint_0", "checkpoint_1"]
     older = remote.newest([newest.path])
     assert older is not None
     assert older.name == "checkpoint_1"
@@ -205,7 +205,7 @@ def test_the_oldest_are_removed_and_never_the_newest_good_one(remote: RemoteChec
     newest = remote.newest()
     assert newest is not None
     assert newest.name == "checkpoint_1"
-    assert remote.surplus(1) == ["checkpoint_0", "checkpoint_2"]
+    assert [one.name for one in remote.surplus(1)] == ["checkpoint_0", "checkpoint_2"]
     remote.remove(["checkpoint_0"])
     assert [one.name for one in remote.committed()] == ["checkpoint_1", "checkpoint_2", "checkpoint_3"]
 
@@ -413,10 +413,73 @@ def test_a_run_that_was_suspended_takes_nothing_from_a_later_one(remote: RemoteC
     with pytest.raises(CheckpointError, match="Another run has started to write there"):
         remote.upload(checkpoint(tmp_path / "old" / "latest", "older"), "latest", IDS[1])
     assert reached.is_set()
-    assert "checkpoint_0" not in remote.surplus(0, own=True)
+    remote.remove_oldest(0)
     found = {one.name: one for one in later.committed()}
     assert found["latest"].data == IDS[2]
     assert all(later.verify(one, hashes=True).good for one in found.values())
+
+
+class Unremoving(FileStore):
+    """Fails the first removal."""
+
+    removals = 0
+
+    def remove(self, names: Sequence[str]) -> None:
+        self.removals += 1
+        if self.removals == 1:
+            raise OSError("busy")
+        super().remove(names)
+
+
+def test_a_copy_that_is_made_again_after_a_failed_removal_keeps_its_files(tmp_path: Path) -> None:
+    remote = RemoteCheckpoints(Unremoving((tmp_path / "store").as_uri()))
+    remote.upload(checkpoint(tmp_path / "latest", "first"), "latest", IDS[0])
+    folder = checkpoint(tmp_path / "latest", "second")
+    with pytest.raises(CheckpointError, match="busy"):
+        remote.upload(folder, "latest", IDS[1])
+    remote.upload(folder, "latest", IDS[1])
+    (found,) = remote.committed()
+    assert (found.data, found.generation) == (IDS[1], 1)
+    assert remote.verify(found, hashes=True).good
+
+
+class Stale(FileStore):
+    """Lists what was there when it was frozen."""
+
+    frozen: list[StoredFile] | None = None
+
+    def files(self, prefix: str = "") -> Iterator[StoredFile]:
+        if self.frozen is None:
+            yield from super().files(prefix)
+        else:
+            yield from (file for file in self.frozen if file.name.startswith(prefix))
+
+
+def test_a_list_that_lags_gives_no_save_a_lower_number(tmp_path: Path) -> None:
+    remote = RemoteCheckpoints(Stale((tmp_path / "store").as_uri()))
+    remote.upload(checkpoint(tmp_path / "latest", "0"), "latest", IDS[0])
+    frozen = list(remote.store.files())
+    for number in (1, 2):
+        remote.upload(checkpoint(tmp_path / "latest", str(number)), "latest", IDS[number])
+    remote.store.frozen = frozen  # type: ignore[attr-defined]
+    remote.upload(checkpoint(tmp_path / "latest", "3"), "latest", IDS[3])
+    (found,) = RemoteCheckpoints.at(remote.store.url).committed()
+    assert (found.data, found.generation) == (IDS[3], 3)
+
+
+def test_retention_removes_no_save_that_took_a_name_meanwhile(tmp_path: Path) -> None:
+    url = (tmp_path / "store").as_uri()
+    remote, later = RemoteCheckpoints(Stale(url)), RemoteCheckpoints.at(url)
+    for number in range(2):
+        remote.upload(checkpoint(tmp_path / f"checkpoint_{number}"), f"checkpoint_{number}", IDS[number])
+    seen = remote.surplus(1)
+    assert [one.name for one in seen] == ["checkpoint_0"]
+    later.upload(checkpoint(tmp_path / "later" / "checkpoint_0", "later"), "checkpoint_0", IDS[2])
+    remote.surplus = lambda keep, period=None: seen  # type: ignore[method-assign]
+    remote.remove_oldest(1)
+    found = {one.name: one for one in later.committed()}
+    assert found["checkpoint_0"].data == IDS[2]
+    assert later.verify(found["checkpoint_0"], hashes=True).good
 
 
 def test_a_run_that_went_back_wins_over_what_it_left(remote: RemoteCheckpoints, tmp_path: Path) -> None:

@@ -438,6 +438,41 @@ def test_weights_of_a_script_are_zero_for_stand_ins(two: Processes, kind: str) -
         torch.testing.assert_close(gradients, wanted, rtol=1e-9, atol=1e-9)
 
 
+def beside_an_open_iterator(steps: int) -> list[tuple[list[int], list[Tensor]]]:
+    """Ids and gradients of each step, while an iterator over other data is advanced by hand."""
+    accelerator = accelerator_of("ddp", steps)
+    plain = model_of(torch.float64)
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.0))
+    loader, validation = accelerator.prepare(loader_of("map"), loader_of("custom"))
+    held = iter(validation)
+    answers: list[tuple[list[int], list[Tensor]]] = []
+    ids: list[int] = []
+    for batch in loader:
+        if ids or answers:
+            next(held)
+        with accelerator.accumulate(model):
+            ids += [] if loader.is_stand_in else batch["index"].tolist()
+            accelerator.backward(losses(model, batch, torch.float64).mean())
+            if accelerator.sync_gradients:
+                accelerator.unscale_gradients()
+                answers.append((ids, [whole(parameter.grad) for parameter in model.parameters()]))
+                ids = []
+            optimizer.step()
+            optimizer.zero_grad()
+    return answers
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_an_open_iterator_over_other_data_does_not_weight_the_batches(two: Processes, steps: int) -> None:
+    model = model_of(torch.float64)
+    for (first, gradients), (second, others) in zip(*two.run(beside_an_open_iterator, steps), strict=True):
+        model.zero_grad()
+        losses(model, collate(first + second), torch.float64).mean().backward()  # type: ignore[no-untyped-call]
+        wanted = [parameter.grad for parameter in model.parameters()]
+        torch.testing.assert_close(gradients, wanted, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(others, wanted, rtol=1e-9, atol=1e-9)
+
+
 def exchanges(kind: str) -> int:
     """The collectives of the library in an epoch after the first."""
     accelerator = accelerator_of("ddp", 2)

@@ -135,7 +135,10 @@ class Store(NamedTuple):
             dry_run: only return the names.
         """
         remote = RemoteCheckpoints.at(self.url)
-        gone = [*remote.surplus(keep), *(name for name in remote.scan().uncommitted if name in named)]
+        gone = [
+            *(one.name for one in remote.surplus(keep)),
+            *(name for name in remote.scan().uncommitted if name in named),
+        ]
         if not dry_run:
             remote.remove(gone)
         return gone

@@ -20,7 +20,7 @@ from accel_state.watch.runs import running_runs
 if TYPE_CHECKING:
     from mcp.server.mcpserver import MCPServer
 
-__all__ = ("serve", "server")
+__all__ = ("serve_tools", "server")
 
 _SECONDS: Final = 120
 _SECONDS_OF_CHECKS: Final = 3600
@@ -42,7 +42,7 @@ def _answer(words: Sequence[str], seconds: float = _SECONDS) -> dict[str, Any]:
 
 
 def _named(run: str) -> str:
-    """The name of a run or path, which is no option."""
+    """The name of a run or path; an option is not meant."""
     return f"./{run}" if run.startswith("-") else run
 
 
@@ -153,6 +153,6 @@ def server(allow_start: bool) -> MCPServer:
     return made
 
 
-def serve(allow_start: bool) -> None:
+def serve_tools(allow_start: bool) -> None:
     """Serve the tools on the standard input and output until the client leaves."""
     server(allow_start).run("stdio")

@@ -165,7 +165,10 @@ class Accumulation:
 
     def _exact_loader(self) -> Any:
         """The loader of this micro-batch, if its epochs are exact; else None."""
-        loader = self.gradient.active_dataloader
+        loader: Any = self.gradient.active_dataloader
+        if self.in_block:
+            # An iterator that the script advances by hand may have yielded after it.
+            loader = next((one for one in self.gradient.loaders if id(one) == self._followed), loader)
         return loader if getattr(loader, "exact_epochs", False) else None
 
     def weight_of(

@@ -36,9 +36,9 @@ class ServeTools:
             Missing: the SDK of the protocol is not installed.
         """
         MCP.demand("Cannot serve tools by `accel mcp`.")
-        from accel_cli.tools_of_models import serve
+        from accel_cli.tools_of_models import serve_tools
 
-        serve(arguments.allow_start)
+        serve_tools(arguments.allow_start)
         return 0
 
 

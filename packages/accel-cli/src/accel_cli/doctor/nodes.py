@@ -62,8 +62,8 @@ class Member(NamedTuple):
 
     rank: int
     host: str
-    versions: Mapping[str, str] = MappingProxyType({})
-    settings: Mapping[str, str] = MappingProxyType({})
+    versions: Mapping[str, str]
+    settings: Mapping[str, str]
     unreachable: Mapping[str, str] = MappingProxyType({})
 
 

@@ -21,9 +21,9 @@ from accel_state.watch.record import CATEGORIES, STEP
 from accel_tracking.record import leaves_by_key, read_run_record
 from accel_tracking.trackers.jsonl import read_run
 
-__all__ = ("EVENTS", "collect_run", "lines_of", "thinned")
+__all__ = ("GUARD_EVENTS", "collect_run", "lines_of", "thinned")
 
-EVENTS: Final = "events.jsonl"
+GUARD_EVENTS: Final = "events.jsonl"
 """File in a project folder with one line for each bad step that the guard of steps saw."""
 
 _MOST_EVENTS: Final = 2000
@@ -114,7 +114,7 @@ def _goodput(folder: str) -> dict[str, Any] | None:
         if line["time"] > summary.began:
             over_time.append((line["time"], min(steps / (line["time"] - summary.began), 1.0)))
     memory = {
-        f"{name} of rank {rank}": [(line["time"], line[key] / 2**20) for line in lines if _is_count(line.get(key))]
+        f"{name} of rank {rank}": _megabytes(lines, key)
         for rank, lines in history.items()
         for key, name in (("memory", "memory"), ("device_memory", "device memory"))
     }
@@ -129,6 +129,19 @@ def _goodput(folder: str) -> dict[str, Any] | None:
         "over_time": over_time,
         "memory": {name: points for name, points in memory.items() if points},
     }
+
+
+def _megabytes(lines: Iterable[Mapping[str, Any]], key: str) -> Points:
+    """A number of bytes over time, with a gap between two starts of the process."""
+    points: Points = []
+    began = None
+    for line in lines:
+        if _is_count(line.get(key)):
+            if began not in (None, line["began"]):
+                points.append((line["began"], None))
+            began = line["began"]
+            points.append((line["time"], line[key] / 2**20))
+    return points
 
 
 def _moment(entry: tuple[Mapping[str, Any], int]) -> tuple[float, int]:
@@ -159,7 +172,7 @@ def _events(found: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> 
         changed = ", ".join(attempt.get("changed") or ())
         text = f"start {attempt.get('restarts', 0) + 1} on {attempt.get('host', '')}"
         yield {"time": attempt["time"], "kind": "restart", "text": text + (f"; changed: {changed}" if changed else "")}
-    for line in lines_of(found["folder"], EVENTS):
+    for line in lines_of(found["folder"], GUARD_EVENTS):
         parts = [str(line.get(name, "")) for name in ("kind", "quantity", "value")]
         more = [f"{name} {line[name]}" for name in ("action", "cause", "ranks", "samples") if line.get(name)]
         text = redact(f"{' '.join(filter(None, parts))}; {', '.join(more)}")[:500]

@@ -40,6 +40,8 @@
     ctx.restore();
   };
 
+  const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
+
   const draw = (element) => {
     const chart = data.charts[element.dataset.chart], curve = chart.kind === "curve", timeline = chart.kind === "timeline";
     const labels = curve ? data.runs : chart.labels;
@@ -49,11 +51,11 @@
     const options = {
       width, height: curve ? 220 : 240,
       scales: { x: { time: !curve }, y: { distr: curve && log && log.checked ? 3 : 1 } },
-      series: [{ label: curve ? "step" : "time" }, ...labels.map((label, n) => ({
-        label, scale: scaleOf(label), stroke: color("--r" + (n % 6)), width: 1.5, spanGaps: !curve,
+      series: [curve ? { label: "step" } : { label: "time", value: (_, time) => time == null ? "--" : clock(time) }, ...labels.map((label, n) => ({
+        label, scale: scaleOf(label), stroke: color("--r" + (n % 6)), width: 1.5,
         value: (_, value) => value == null ? "--" : String(Number(value.toPrecision(6))),
         points: { show: chart.lines[n][0].length < 2 ? true : undefined } }))],
-      axes: [axis, { ...axis, size: 62 }, ...(timeline && labels.includes("step")
+      axes: [curve ? axis : { ...axis, space: 80, values: (_, times) => times.map(clock) }, { ...axis, size: 62 }, ...(timeline && labels.includes("step")
         ? [{ ...axis, scale: "step", side: 1, grid: { show: false } }] : [])],
       cursor: { sync: curve ? { key: "curves" } : undefined },
       hooks: { draw: timeline ? [drawMarks(data.marks[chart.run])] : [] },

@@ -31,7 +31,7 @@ def show_goodput(run: str, as_json: bool = False) -> int:
         SettingError: none of the accounts' lines can be read.
     """
     summary = read_goodput(run)
-    print(goodput_json(summary) if as_json else goodput_text(summary))  # noqa: T201 - what the command is for
+    print(goodput_json(summary) if as_json else goodput_text(summary))
     return 0
 
 

@@ -40,7 +40,7 @@ def show_status(run: str | None, watch: bool, as_json: bool, stacks: bool) -> in
     except AccelError as error:
         # One line, for scripts that pass it on.
         text = printable(f"{error.obstacle} {error.remedy}")
-        print(f"accel runs status: {text}", file=sys.stderr)  # noqa: T201 - what the command is for
+        print(f"accel runs status: {text}", file=sys.stderr)
         return 1
     clear = _CLEAR if watch and not as_json and sys.stdout.isatty() else ""
     show = _as_json if as_json else _as_text
@@ -71,7 +71,7 @@ def _chosen(run: str | None) -> Sequence[LaunchedRun]:
 def _print(clear: str, runs: Sequence[RunStatus], show: Callable[[RunStatus], str]) -> None:
     text = "\n".join(show(one) for one in runs)
     encoding = sys.stdout.encoding or "ascii"
-    print(clear + text.encode(encoding, errors="replace").decode(encoding), flush=True)  # noqa: T201
+    print(clear + text.encode(encoding, errors="replace").decode(encoding), flush=True)
 
 
 def _as_json(status: RunStatus) -> str:

@@ -136,6 +136,8 @@ class RemoteCheckpoints:
         self.store, self.deadline = store, deadline
         self._epoch: int | None = None
         self._lock = threading.Lock()
+        # By name of a checkpoint, the number and the data of the last save of this run: a list may not show it yet.
+        self._last: dict[str, tuple[int, str]] = {}
 
     @classmethod
     def at(cls, url: str, deadline: float = 600.0) -> RemoteCheckpoints:
@@ -393,12 +395,17 @@ class RemoteCheckpoints:
         epoch = self._claim()
         content = json.dumps({"data": data, "manifest": manifest.text()}).encode()
         earlier = self._manifests(name)
-        generation = 1 + max((count for writer, count in earlier if writer == epoch), default=-1)
+        generation, last = self._last.get(name, (-1, ""))
+        if last != data:
+            generation = 1 + max([generation, *(count for writer, count in earlier if writer == epoch)])
+        # An earlier attempt may have created it, or still may: it gets the same number.
+        self._last[name] = generation, data
         while not self._is_created(_manifest_name(name, epoch, generation), content):
             # A list may lag behind.
             generation += 1
+            self._last[name] = generation, data
         self._refuse_later_writer(failed)
-        self._remove_replaced(name, {key: size for key, size in earlier.items() if key < (epoch, generation)})
+        self._remove_manifests(name, {key: size for key, size in earlier.items() if key < (epoch, generation)})
 
     def _manifests(self, name: str) -> dict[tuple[int, int], int]:
         """The sizes of a checkpoint's manifests, by epoch and number."""
@@ -422,7 +429,7 @@ class RemoteCheckpoints:
         except OSError:
             return False
 
-    def _remove_replaced(self, name: str, manifests: Mapping[tuple[int, int], int]) -> None:
+    def _remove_manifests(self, name: str, manifests: Mapping[tuple[int, int], int]) -> None:
         """Remove manifests, then the files that they name; other files may be those of another run."""
         files = {_manifest_name(name, *key): size for key, size in manifests.items()}
         places = [self._place_of(name, file, size) for file, size in files.items()]
@@ -491,20 +498,35 @@ class RemoteCheckpoints:
                 self.store.remove([file for file in files if _MANIFEST.fullmatch(file)])
                 self.store.remove([file for file in files if not _MANIFEST.fullmatch(file)])
 
-    def surplus(self, keep: int, period: float | None = None, *, own: bool = False) -> list[str]:
-        """The numbered checkpoints to remove; the newest complete one is never among them.
+    def surplus(self, keep: int, period: float | None = None) -> list[RemoteCheckpoint]:
+        """The numbered checkpoints beyond a limit; the newest complete one is never among them.
 
         Args:
             keep: number of newest checkpoints to keep.
             period: see `accel_plugins.checkpoint.retention.beyond`.
-            own: without those of later runs than this one.
         """
         known = {one.name: one for one in self.committed() if one.number >= 0}
         newest_good = next((name for name in reversed(known) if not list(_missing(known[name]))), None)
         written = {name: one.manifest.written for name, one in known.items()}
-        last = self._claim() if own else None
-        surplus = [name for name in beyond(written, keep, period) if name != newest_good]
-        return [name for name in surplus if last is None or known[name].epoch <= last]
+        return [known[name] for name in beyond(written, keep, period) if name != newest_good]
+
+    def remove_oldest(self, keep: int, period: float | None = None, besides: str = "") -> None:
+        """Remove the surplus of this run and of earlier ones. What is saved under their names meanwhile stays.
+
+        Args:
+            keep: number of newest checkpoints to keep.
+            period: see `accel_plugins.checkpoint.retention.beyond`.
+            besides: the name of another one to keep.
+
+        Raises:
+            CheckpointError: the store does not answer or denies access.
+        """
+        with store_errors(f"Cannot remove checkpoints from {self.store.url}."):
+            for one in self.surplus(keep, period):
+                if one.epoch <= self._claim() and one.name != besides:
+                    seen = one.epoch, one.generation
+                    older = {key: size for key, size in self._manifests(one.name).items() if key <= seen}
+                    self._remove_manifests(one.name, older)
 
     def newest(self, damaged: Collection[str] = ()) -> RemoteCheckpoint | None:
         """The newest numbered checkpoint with all its files.

@@ -150,8 +150,7 @@ class Uploader:
             path, name = upload.lock.path, upload.folder.name
             self.remote.upload(path, name, upload.data, upload.rank, upload.ranks, upload.folder)
             if self.keep is not None and upload.rank == upload.ranks[0]:
-                surplus = self.remote.surplus(self.keep, self.period, own=True)
-                self.remote.remove(name for name in surplus if name != upload.folder.name)
+                self.remote.remove_oldest(self.keep, self.period, besides=name)
         except CheckpointError as error:
             return error
         except Exception as error:  # no error of a third-party store may stop training

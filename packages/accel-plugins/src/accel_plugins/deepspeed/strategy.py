@@ -212,7 +212,7 @@ class DeepSpeedStrategy(Strategy):
             f"The loss may come from any of {len(training)} prepared models."
             if training
             else "No model was prepared together with an optimizer.",
-            "Call model.backward(loss) and model.step() of the right one."
+            "Freeze the models that do not train, and call them through accelerator.unwrap_model()."
             if training
             else "Pass model and optimizer to prepare() in one call.",
         )

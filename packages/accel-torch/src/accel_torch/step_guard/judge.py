@@ -24,6 +24,7 @@ from accel_torch.hooks import Hook
 from accel_torch.samples_at_hand import SampleRecorder
 from accel_torch.step_guard.config import Action, StepGuard
 from accel_torch.step_guard.diagnosis import Conclusion, Evidence, collect, conclude
+from accel_torch.step_guard.engine import EngineSteps
 from accel_torch.step_guard.events import StepEvent, tell
 from accel_torch.step_guard.first_module import ForwardInputs
 from accel_torch.step_guard.history import History
@@ -159,6 +160,7 @@ class StepJudge(Hook):
     Attributes:
         guard: the settings.
         events: the bad steps of this process so far.
+        window: the losses and batches since the last step.
     """
 
     def __init__(self, session: Session, guard: StepGuard) -> None:
@@ -167,11 +169,11 @@ class StepJudge(Hook):
         self._session = weakref.ref(session)
         self._strategy, self._process, self._gradient = session.strategy, session.process, session.gradient
         self._precision = session.precision
-        self._window = Window(session.accumulation)
+        self.window = Window(session.accumulation)
         self._watches: list[_Watch] = []
-        own = session.backend.capabilities.own_precision
-        self._scales = not own and type(session.precision).overflow is not Precision.overflow
-        self._inputs = ForwardInputs(self._window) if guard.locate else None
+        self._is_engine = session.backend.capabilities.own_precision
+        self._scales = not self._is_engine and type(session.precision).overflow is not Precision.overflow
+        self._inputs = ForwardInputs(self.window) if guard.locate else None
         self._buffers = BufferCopies() if guard.skips else None
         pinned = session.process.family.spec.pins_memory
         self._snapshots = Snapshots(pinned) if guard.rolls_back else None
@@ -207,7 +209,8 @@ class StepJudge(Hook):
 
     def after_backward(self, loss: Tensor) -> None:
         """Note the loss of a micro-batch."""
-        self._window.add(loss)
+        if not self._is_engine:
+            self.window.add(loss)
 
     def replicas_separate(self) -> None:
         """Note that gradients of processes differ from now on."""
@@ -224,7 +227,7 @@ class StepJudge(Hook):
         sums = self._numbers(covered)
         norm = self._strategy.norm_with_sums(parameters, sums, max_norm, norm_type)
         for watch in covered:
-            watch.measure = _Measure(self._window.number, sums, norm)
+            watch.measure = _Measure(self.window.number, sums, norm)
         return norm
 
     def measure(self) -> None:
@@ -237,11 +240,11 @@ class StepJudge(Hook):
         if self._scales and optimizer is not None:
             self._precision.unscale(optimizer)
         sums = self._numbers([watch])
-        return _Measure(self._window.number, sums, self._strategy.norm_with_sums(watch.parameters(), sums))
+        return _Measure(self.window.number, sums, self._strategy.norm_with_sums(watch.parameters(), sums))
 
     def _numbers(self, watches: Sequence[_Watch]) -> Tensor | None:
         """The numbers of this process, with a place for the norm at the end; None if nothing is added up or scaled."""
-        window, device = self._window, self._process.device
+        window, device = self.window, self._process.device
         if self._process.world_size == 1 and not self._scales:
             return None
         numbers = torch.zeros(5 if self._scales else 3, device=device)
@@ -285,16 +288,27 @@ class StepJudge(Hook):
             # What follows in this turn of the loop is undone before the next batch.
             return False
         measure, watch.measure = watch.measure, None
-        if measure is None or measure.window != self._window.number:
+        if measure is None or measure.window != self.window.number:
             measure = self._measured(watch)
+        return self._judge(watch, measure)
+
+    def judge_engine(self, sums: Tensor, norm: Tensor) -> None:
+        """Judge a step that an engine makes, by the sums over all processes and this process's norm.
+
+        Raises:
+            NonFiniteStep, SpikeStep: the step is bad; on every process.
+        """
+        self._judge(self._all_watches()[0], _Measure(self.window.number, sums, norm))
+
+    def _judge(self, watch: _Watch, measure: _Measure) -> bool:
         self._judged += 1
-        self._window.end()
+        self.window.end()
         watch.steps += 1
         values = self._read(measure)
         processes = self._process.world_size
         loss = values[0] / values[1] if values[1] else 0.0
         norm = values[-1] / processes
-        if self._scales and self._is_normal_overflow(optimizer, loss, values, processes):
+        if self._scales and self._is_normal_overflow(watch.optimizer(), loss, values, processes):
             return True
         verdict = self._verdict(watch, loss, norm)
         if verdict is not None:
@@ -315,7 +329,7 @@ class StepJudge(Hook):
         if measure.sums is not None:
             values: list[float] = measure.sums.cpu().tolist()
             return values
-        total, share = self._window.total, self._window.share
+        total, share = self.window.total, self.window.share
         if total is None or measure.norm is None:
             known = total if measure.norm is None else measure.norm
             number = 0.0 if known is None else known.item()
@@ -327,7 +341,7 @@ class StepJudge(Hook):
         loss, number = torch.stack([total.float(), norm.to(total.device)]).cpu().tolist()
         return [loss, share, number]
 
-    def _is_normal_overflow(self, optimizer: Optimizer, loss: float, values: list[float], processes: int) -> bool:
+    def _is_normal_overflow(self, optimizer: Any, loss: float, values: list[float], processes: int) -> bool:
         """Whether gradients overflowed only because the loss was scaled, so that the scaler skips the step."""
         overflows, scale = values[2], values[3] / processes
         if overflows in (0, processes):
@@ -365,7 +379,7 @@ class StepJudge(Hook):
             raise _error(event, watch.bad_in_a_row if many else 0)
         if self._buffers is not None:
             self._buffers.put_back()
-        self._goes_back, self._bad = action == "rollback", self._window.batches
+        self._goes_back, self._bad = action == "rollback", self.window.batches
         return False
 
     def _snapshot_step(self) -> int:
@@ -381,7 +395,9 @@ class StepJudge(Hook):
         def is_bad(loss: float) -> bool:
             return not math.isfinite(loss) or watch.loss.exceeded_by(loss) is not None
 
-        own = collect(self._strategy, watch.parameters(), self._window, measure.norm)
+        # An engine keeps the weights that it trains in parts of its own.
+        parameters = [] if self._is_engine else watch.parameters()
+        own = collect(self._strategy, parameters, self.window, measure.norm)
         everyones: list[Evidence] = gather_object([own])
         if self._inputs is not None and (session := self._session()) is not None:
             bad = [index for one in everyones for index, loss in enumerate(one.losses) if is_bad(loss)]
@@ -401,7 +417,7 @@ class StepJudge(Hook):
         state = self._snapshots.restore(session, self._bad)
         for watch, saved in zip(self._watches, state["watches"], strict=False):
             watch.load(saved, counts=False)
-        self._window.end()
+        self.window.end()
 
     def after_boundary(self, loader: Any, first: bool) -> None:
         """Take a snapshot, if it is due: before the first step, when an epoch begins, and every few good steps."""
@@ -454,7 +470,16 @@ def guard_steps(session: Session) -> None:
             f"The number of processes of the backend {session.backend.name!r} may change, and all judge a step.",
             "Use another backend, or remove the StepGuard.",
         )
-    judge = session.guard = session.prepared.guard = StepJudge(session, guard)
+    judge = StepJudge(session, guard)
+    if capabilities.own_precision:
+        if guard.skips or guard.rolls_back or not session.strategy.overrides("gradients"):
+            raise NotOffered(
+                _FAILED,
+                f"The engine of the backend {session.backend.name!r} makes the steps itself, within backward.",
+                "With DeepSpeed use StepGuard(nonfinite='raise'), which raises before the step; else another backend.",
+            )
+        session.hooks.enter(EngineSteps(session, judge))
+    session.guard = session.prepared.guard = judge
     session.hooks.enter(SampleRecorder())
     session.hooks.enter(judge)
     if guard.rolls_back:
