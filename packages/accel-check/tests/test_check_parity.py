@@ -342,6 +342,22 @@ def test_a_layer_that_normalises_over_its_own_samples_is_told_from_other_buffers
     assert "SyncBatchNorm" in found.cause
 
 
+def test_weights_that_one_process_changes_by_itself_are_told_before_what_follows() -> None:
+    moved = step(parameters=whole(WEIGHT + 1), outputs={"body": OutputSums(1, 12, 9.0, 90.0)})
+    (first, *_) = compared(step(), moved)
+    assert (first.what, first.parameter) == ("parameter", "body.weight")
+    assert "one changed its own" in first.cause
+
+
+def test_clipping_before_the_average_is_told_from_a_missing_average() -> None:
+    ranks = [step(2 * GRADIENT, before_clip=whole(factor * GRADIENT)) for factor in (0.5, 1.5)]
+    (found, *_) = compared(*ranks, expected=step(rows=8, before_clip=whole(GRADIENT)))
+    assert (found.what, "averaged only then" in found.cause) == ("gradient", True)
+    apart = [step(factor * GRADIENT, before_clip=whole(factor * GRADIENT)) for factor in (0.5, 1.5)]
+    (found, *_) = compared(*apart, expected=step(rows=8, before_clip=whole(GRADIENT)))
+    assert "it is not averaged" in found.cause
+
+
 def test_processes_that_begin_differently_are_found_before_their_steps() -> None:
     starts = [StartRecord(whole(WEIGHT)), StartRecord(whole(WEIGHT + 1))]
     several, one = InMemory(starts, [[step()], [step()]]), InMemory(starts[:1], [[step(rows=8)]])

@@ -162,6 +162,10 @@ class _Comparison:
         before = self._gradients(number, expected, found, "before_clip")
         norms = list(self._norms(number, expected, found))
         gradients = before or self._gradients(number, expected, found, "gradients")
+        alike = not self._apart_between_ranks(found, "gradients")
+        if before and alike and self._apart_between_ranks(found, "before_clip"):
+            cause = "each process clips its own gradient, and gradients are averaged only then"
+            gradients = [replace(before[0], cause=cause, ranks=())]
         if gradients and not before and not outputs:
             gradients = [self._with_scaling(gradients[0], expected, found)]
         rates = list(self._rates(number, expected, found))
@@ -169,11 +173,26 @@ class _Comparison:
         decisive = [*samples, *frozen, *buffers, *gradients, *norms, *rates, *parameters]
         if not decisive:
             return []
+        if outputs and alike and not frozen and (wrong := self._apart_between_ranks(found, "parameters")):
+            # Equal gradients keep replicas apart that something else has moved apart.
+            cause = "processes have different weights although their gradients are equal: one changed its own"
+            frozen = [self._finding(number, "parameter", cause, wrong[0], others=wrong[1:])]
         forward = sorted([*buffers, *outputs], key=lambda one: self._order.get(one.module, len(self._order)))
         if gradients and (outputs or losses) and not buffers:
             gradients = [replace(gradients[0], cause=self._cause_with_forward(gradients[0], outputs, losses))]
         # A norm of gradients that differ tells nothing more.
         return [*samples, *frozen, *forward, *losses, *gradients, *([] if before else norms), *rates, *parameters]
+
+    def _apart_between_ranks(self, found: Sequence[StepRecord], kind: str) -> list[str]:
+        """Names of tensors of which processes have different values."""
+        parts: list[dict[str, TensorPart]] = [getattr(record, kind) for record in found]
+        wrong = []
+        for name in parts[0]:
+            values = [value for value in values_of([part.get(name) for part in parts]) if value is not None]
+            size = self._limits.gradient * float(values[0].double().norm())
+            if any(_apart(value, values[0]) > size for value in values):
+                wrong.append(name)
+        return wrong
 
     @staticmethod
     def _cause_with_forward(
