@@ -23,10 +23,13 @@ from nox.command import CommandFailed
 ROOT = Path(__file__).parent
 VENV = ROOT / ".venv"
 WHEELS = ROOT / ".nox" / "wheels"
+DROP_IN = ROOT / ".nox" / "drop-in"
 DIST = ROOT / ".nox" / "dist"
+SBOM = ROOT / ".nox" / "sbom"
 CONSTRAINTS = ROOT / "tools" / "constraints.txt"
 PROJECT = ROOT / "pyproject.toml"
 SUPPORTED = nox.project.load_toml(PROJECT)["tool"]["accel"]["supported"]
+PAIRS = [(python, torch) for torch, pythons in SUPPORTED["torch"].items() for python in pythons]
 PUBLISHED = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 # Those outside the metapackage require an engine, which only a session of their own installs.
 BESIDE = ("accel-ray", "accel-torchft")
@@ -168,30 +171,52 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Build the wheels of all packages, and a list of constraints that takes each package from its wheel."""
-    shutil.rmtree(WHEELS, ignore_errors=True)
-    sources = [f"./packages/{package}" for package in PUBLISHED]
-    for source in sources:
+    """Build the wheels of all packages, and a list of constraints that takes each package from its wheel.
+
+    The drop-in is in a folder of its own: where pip finds it, any package that requires `accelerate` would take it.
+    """
+    for package in PUBLISHED:
+        folder = folder_of(package)
         # setuptools packs again what an earlier build left here, also of modules that are gone.
-        shutil.rmtree(ROOT / source / "build", ignore_errors=True)
-    run(session, "python", "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(WHEELS), *sources)
+        for old in (folder, ROOT / "packages" / package / "build"):
+            shutil.rmtree(old, ignore_errors=True)
+    how = ("-q", "--no-deps", "--no-build-isolation")
+    for folder in (WHEELS, DROP_IN):
+        sources = [f"./packages/{package}" for package in PUBLISHED if folder_of(package) == folder]
+        run(session, "python", "-m", "pip", "wheel", *how, "-w", str(folder), *sources)
     own = "".join(f"{package} @ {wheel_of(package).as_uri()}\n" for package in PUBLISHED)
     (WHEELS / "constraints.txt").write_text(own + CONSTRAINTS.read_text(encoding="utf-8"), encoding="utf-8")
 
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """Build all wheels from their sdists as a release does, in .nox/dist, and check what is in them."""
-    shutil.rmtree(DIST, ignore_errors=True)
-    for package in PUBLISHED:
-        run(session, "python", "-m", "build", "--no-isolation", "--outdir", str(DIST), f"packages/{package}")
+    """Build wheels and sdists as a release does, twice, and check that they are equal, complete and what git has."""
+    packages = session.posargs or PUBLISHED
+    committed = str(session.run("git", "log", "-1", "--format=%ct", silent=True, external=True)).strip()
+    environment = {**ENVIRONMENT, "SOURCE_DATE_EPOCH": committed}
+    python = program("python")
+    for folder in (DIST, SBOM, again := ROOT / ".nox" / "dist-again"):
+        shutil.rmtree(folder, ignore_errors=True)
+    for folder in (DIST, again):
+        for package in packages:
+            shutil.rmtree(ROOT / "packages" / package / "build", ignore_errors=True)
+            what = ("-m", "build", "--no-isolation", "--outdir", str(folder), f"packages/{package}")
+            session.run(python, *what, external=True, env=environment, silent=True)
+        session.run(python, "tools/check_distributions.py", "--normalise", str(folder), external=True, env=environment)
+    run(session, "python", "tools/check_distributions.py", str(DIST), "--equal", str(again))
     run(session, "twine", "check", "--strict", *sorted(map(str, DIST.iterdir())))
-    run(session, "python", "tools/check_distributions.py", str(DIST))
+    run(session, "python", "tools/check_distributions.py", str(DIST), *session.posargs)
+    session.run(python, "tools/sbom.py", str(DIST), str(SBOM), external=True, env=environment)
+
+
+def folder_of(package: str) -> Path:
+    """Where `wheels` puts the wheel of a package."""
+    return DROP_IN if package == "accelerate" else WHEELS
 
 
 def wheel_of(package: str) -> Path:
     """The wheel that `wheels` built of a package."""
-    (wheel,) = WHEELS.glob(f"{package.replace('-', '_')}-*.whl")
+    (wheel,) = folder_of(package).glob(f"{package.replace('-', '_')}-*.whl")
     return wheel
 
 
@@ -226,12 +251,10 @@ def isolated_lowest(session: nox.Session, package: str) -> None:
     outside_the_sources(session, package)
 
 
-@nox.session(python=SUPPORTED["python"], venv_backend="uv")
-@nox.parametrize("torch", list(SUPPORTED["torch"]), ids=list(SUPPORTED["torch"]))
+@nox.session(venv_backend="uv")
+@nox.parametrize("python,torch", PAIRS, ids=["-".join(pair) for pair in PAIRS])
 def matrix(session: nox.Session, torch: str) -> None:
     """Run the tests of the packages with one supported Python and one supported torch (a set takes 5 GB)."""
-    if session.python not in SUPPORTED["torch"][torch]:
-        session.skip(f"torch {torch} is not supported with Python {session.python}")
     test_with(session, {"torch": torch})
 
 

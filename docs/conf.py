@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import tomli
 from sphinx.application import Sphinx
 
 project = "accel"
@@ -17,11 +18,13 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
+    "sphinx_copybutton",
     "sphinx_design",
     "bars",
     "docstrings",
+    "llms",
 ]
-exclude_patterns = ["extensions"]
+exclude_patterns = ["examples", "extensions"]
 
 # A link may name a heading, as it may where the repository is read.
 myst_heading_anchors = 4
@@ -41,8 +44,24 @@ napoleon_use_ivar = True
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 100
 
+# The copy button leaves out prompts, and what a command printed.
+copybutton_prompt_text = r"\$ "
+copybutton_prompt_is_regexp = True
+copybutton_selector = "div:not(.highlight-text) > div.highlight > pre"
+
+PROJECT = tomli.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+REPOSITORY = PROJECT["tool"]["accel"]["repository"]
+VERSION = tomli.loads((Path(__file__).parents[1] / "packages/accel-torch/pyproject.toml").read_text(encoding="utf-8"))[
+    "project"
+]["version"]
+
 html_theme = "furo"
-html_title = "accel"
+html_title = f"accel {VERSION}"
+html_logo = "_static/logo.svg"
+html_theme_options = {
+    "source_view_link": f"{REPOSITORY}/blob/main/docs/{{filename}}",
+    "source_edit_link": f"{REPOSITORY}/edit/main/docs/{{filename}}",
+}
 html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
@@ -54,7 +73,7 @@ html_domain_indices = False
 html_search_scorer = str(Path(__file__).parent / "_static" / "scorer.js")
 
 # A document outside of this folder is not a page; tools/check_links.py checks that it exists.
-OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+((?:packages|tests-integration)/[^)#]*\.md)(?:#[^)]*)?\)")
+OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+((?:\.github|packages|tests-integration)/[^)#]*\.md)(?:#[^)]*)?\)")
 
 
 def name_documents_outside(app: Sphinx, name: str, source: list[str]) -> None:

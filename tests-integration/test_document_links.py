@@ -43,3 +43,17 @@ def test_a_broken_link_is_named(folder: Path, capsys: pytest.CaptureFixture[str]
     told = capsys.readouterr().err
     assert link in told
     assert words in told
+
+
+def test_links_of_the_package_index_name_the_repository(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    address = "https://example.org/project"
+    (folder / "pyproject.toml").write_text(f'[tool.accel]\nrepository = "{address}"\n', encoding="utf-8")
+    readme = folder / "packages/one/README.md"
+    readme.parent.mkdir(parents=True)
+    readme.write_text(f"[good]({address}/blob/main/docs/second.md#the-second-page)\n", encoding="utf-8")
+    assert check_links.main([str(folder)]) == 0
+    readme.write_text(f"[relative](../../README.md) [gone]({address}/blob/main/docs/third.md)\n", encoding="utf-8")
+    assert check_links.main([str(folder)]) == 1
+    told = capsys.readouterr().err
+    assert "the link needs the whole address" in told
+    assert "third.md: there is no such file" in told

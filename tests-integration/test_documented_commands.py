@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shlex
 from pathlib import Path
 
 import nox.registry
@@ -12,7 +13,8 @@ import pytest
 import tomli
 import yaml
 
-from accel_cli.command import find_command
+from accel_cli.command import find_command, installed_commands
+from accel_cli.main import main
 from accel_cli.parser import Parser
 from accel_state.errors import SettingError
 from documents import ROOT, Block, commands_in, pages, read_page
@@ -38,6 +40,19 @@ def understand(words: list[str]) -> None:
 def test_a_command_exists_with_its_options(block: Block) -> None:
     for words in commands_in(block):
         understand(words)
+
+
+@pytest.mark.parametrize("name", installed_commands())
+def test_the_help_of_a_command_ends_with_two_examples_that_are_understood(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    examples = getattr(find_command(name), "examples", ())
+    assert len(examples) >= 2
+    for example in examples:
+        understand(["accel", name, *shlex.split(example)])
+    assert main([name, "--help"]) == 0
+    shown = capsys.readouterr().out.rstrip().splitlines()
+    assert shown[-len(examples) :] == [f"  accel {name} {example}".rstrip() for example in examples]
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language in READERS], ids=str)

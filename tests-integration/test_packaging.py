@@ -83,6 +83,43 @@ def test_an_entry_point_leads_to_something(point: EntryPoint) -> None:
     assert point.load() is not None
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_metadata_name_authors_keywords_and_the_address_of_the_repository(package: str) -> None:
+    declared = project(package)
+    assert declared["authors"] == [{"name": "The accel contributors"}]
+    assert declared["keywords"] == sorted(declared["keywords"])
+    address = tomli.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["accel"]["repository"]
+    assert set(declared["urls"]) == {"Changelog", "Documentation", "Issues", "Source"}
+    assert all(url.startswith(address) for url in declared["urls"].values())
+    files = (url.partition("/blob/main/")[2] for url in declared["urls"].values())
+    assert all((ROOT / file).is_file() for file in files if file)
+
+
+def test_the_metapackage_offers_every_extra_of_the_packages_that_it_brings() -> None:
+    offered = project("accel-torch")["optional-dependencies"]
+    brought = sorted(set(PACKAGES) - BESIDE_THE_METAPACKAGE - {"accelerate", "accel-torch"})
+    for package in brought:
+        # torch itself is required.
+        for name in set(project(package).get("optional-dependencies", ())) - {"torch"}:
+            (requirement,) = map(Requirement, offered[name])
+            assert requirement.extras == {name}
+            assert name in project(requirement.name)["optional-dependencies"]
+    beside = {Requirement(line).name for lines in offered.values() for line in lines} & BESIDE_THE_METAPACKAGE
+    assert beside == BESIDE_THE_METAPACKAGE
+
+
+def test_trackers_and_settings_install_without_torch() -> None:
+    def required(package: str) -> set[str]:
+        lines = [Requirement(line) for line in project(package)["dependencies"]]
+        return {line.name for line in lines} | {
+            name for line in lines if line.name in PACKAGES for name in required(line.name)
+        }
+
+    assert "torch" not in required("accel-tracking")
+    for package in ("accel-ops", "accel-data", "accel-bigmodel", "accel-plugins"):
+        assert "torch>=2.9" in project(package)["dependencies"]
+
+
 UNPUBLISHED = re.compile(rf"pip install [^\n]*?\b({'|'.join(PACKAGES)})\b(?!-)")
 
 

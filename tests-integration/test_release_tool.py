@@ -22,6 +22,7 @@ version = "0.1.0"
 dependencies = [{dependencies}]
 
 [tool.towncrier]"""
+ADDRESS = "https://example.org/project"
 MODULES = {
     "alpha/__init__.py": '__all__ = ("first",)\n__version__ = "0.1.0"\n\ndef first(values, default=None): ...\n',
     "alpha/below.py": "def second(values): ...\n",
@@ -36,10 +37,12 @@ class Repository:
         self.root = root
         for name, dependencies in (("alpha", ""), ("beta", '"alpha>=0.1,<0.2"')):
             self.write(name, "pyproject.toml", PROJECT.format(name=name, dependencies=dependencies) + TOWNCRIER)
+            self.write(name, "README.md", f"See [the page]({ADDRESS}/blob/main/page.md).\n")
             self.write(name, "CHANGELOG.md", "# Changes\n\n<!-- releases -->\n")
             self.write(name, "changes/.gitignore", "!.gitignore\n")
         for path, text in MODULES.items():
             self.write(path.partition("/")[0], f"src/{path}", text)
+        (root / "pyproject.toml").write_text(f'[tool.accel]\nrepository = "{ADDRESS}"\n', encoding="utf-8")
         self.git("init", "-q")
         self.commit("alpha-v0.1.0", "beta-v0.1.0")
 
@@ -146,6 +149,88 @@ def test_what_breaks_needs_a_fragment_that_says_so(
     repository.change("breaking")
     assert repository.run("plan") == 0
     assert "alpha: alpha-v0.1.0 -> 0.2.0" in capsys.readouterr().out
+
+
+def test_check_fails_at_once_for_a_removed_name_with_a_fragment_of_a_fix(
+    repository: Repository, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert repository.run("check") == 0
+    repository.write("alpha", "src/alpha/__init__.py", '__all__ = ()\n__version__ = "0.1.0"\n')
+    repository.change("fix")
+    assert repository.run("check") == 1
+    assert (
+        "alpha: alpha.first: Public object was removed, and no fragment says that it breaks" in capsys.readouterr().out
+    )
+    repository.change("breaking")
+    assert repository.run("check") == 1
+    told = capsys.readouterr().out
+    assert "beta: its range alpha<0.2,>=0.1 excludes alpha 0.2.0: run `python tools/release.py dependants`" in told
+
+
+def test_the_fragments_of_dependants_are_written(repository: Repository) -> None:
+    repository.change("breaking")
+    assert repository.run("dependants") == 0
+    fragment = repository.root / "packages/beta/changes/+requires-alpha-0-2-0.dependency.md"
+    assert fragment.read_text(encoding="utf-8") == "Requires alpha 0.2.0.\n"
+    assert repository.run("check") == 0
+    repository.commit()
+    assert repository.run("apply", "alpha", "beta") == 0
+    assert repository.project("beta")["dependencies"] == ["alpha>=0.2.0,<0.3.0"]
+
+
+def test_a_first_release_is_described_by_one_fragment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    repository = Repository(tmp_path)
+    repository.git("tag", "-d", "alpha-v0.1.0")
+    repository.change("fix")
+    assert repository.run("check") == 1
+    assert "+first-release.feature.md is missing" in capsys.readouterr().out
+    assert repository.run("collapse") == 1
+    repository.write("alpha", f"changes/{release.FIRST}", "The first release.\n\n- It has `first`.\n- It is small.\n")
+    repository.commit()
+    assert repository.run("check") == 0
+    assert repository.run("collapse") == 0
+    assert "alpha: 1 fragments became" in capsys.readouterr().out
+    # What is added between this and the release is part of the first release too.
+    repository.change("performance")
+    assert repository.run("check") == 0
+    repository.commit()
+    assert repository.run("apply", "alpha") == 0
+    changelog = (repository.root / "packages/alpha/CHANGELOG.md").read_text(encoding="utf-8")
+    assert "## 0.1.0 (" in changelog
+    assert "- The first release." in changelog
+    assert "- It is small." in changelog
+    assert "Something changed." not in changelog
+
+
+def test_a_tag_needs_its_version_its_changelog_and_a_public_repository(
+    repository: Repository, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository.change("fix")
+    assert repository.run("tagged", "alpha-v0.1.1") == 1
+    told = capsys.readouterr().out
+    for problem in ("the version is 0.1.0", "fragments are left", "no entry", "address of the repository is not set"):
+        assert problem in told
+    assert repository.run("tagged", "gamma-v1") == 1
+    assert repository.run("address", "https://code.example.com/alpha/") == 0
+    readme = (repository.root / "packages/alpha/README.md").read_text(encoding="utf-8")
+    assert readme == "See [the page](https://code.example.com/alpha/blob/main/page.md).\n"
+    repository.commit()
+    assert repository.run("apply", "alpha") == 0
+    repository.commit("alpha-v0.1.1")
+    assert repository.run("tagged", "alpha-v0.1.1") == 0
+
+
+def test_a_tag_is_refused_if_its_changelog_hides_what_griffe_finds(
+    repository: Repository, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert repository.run("address", "https://code.example.com/alpha") == 0
+    repository.write("alpha", "src/alpha/__init__.py", '__all__ = ()\n__version__ = "0.1.1"\n')
+    repository.write("alpha", "pyproject.toml", PROJECT.format(name="alpha", dependencies="").replace("0.1.0", "0.1.1"))
+    changelog = "# Changes\n\n## 0.1.1 (2026-01-01)\n\n### Fixed\n\n- Nothing.\n"
+    repository.write("alpha", "CHANGELOG.md", changelog)
+    repository.commit("alpha-v0.1.1")
+    assert repository.run("tagged", "alpha-v0.1.1") == 1
+    assert "alpha.first: Public object was removed, and the changelog does not say so" in capsys.readouterr().out
 
 
 def test_a_module_that_is_gone_breaks(repository: Repository, capsys: pytest.CaptureFixture[str]) -> None:

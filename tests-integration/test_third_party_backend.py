@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from accel_testing.processes import run_command
 
 # The first test also builds and installs.
 pytestmark = [pytest.mark.usefixtures("preloaded_python")]
-PRELOADED = ("accel_torch.accelerator", "accel_torch.training_memory.comparison")
+PRELOADED = ("accel_torch.accelerator", "accel_check.fake_world", "accel_check.recorder")
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "tests-integration" / "accel-backend-example"
@@ -133,30 +132,12 @@ def test_help_and_explain_know_its_settings(installed: dict[str, str]) -> None:
     assert "example_config.keep" in explained.stdout
 
 
-MODEL = """
-import torch
-
-
-def example():
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
-    return model, lambda model, batch: model(batch).square().mean(), torch.randn(8, 64)
-"""
-
-
-def test_memory_estimates_list_its_plans_and_how_they_are_launched(installed: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(MODEL, encoding="utf-8")
-    options = ["--training", "--processes", "2", "--device", "cpu", "--json"]
-    shown = accel(installed, "estimate-memory", *options, f"{tmp_path / 'model.py'}:example")
-    assert shown.returncode == 0, shown.stderr
-    plans = {one["name"]: one for one in json.loads(shown.stdout)["plans"]}
-    assert {"ddp", "example", "example + keep=0.1", "fsdp2", "fsdp2 + offload"} == plans.keys()
-    parameters = 4 * 2 * (64 * 64 + 64)
-    assert plans["example"]["parts"] == plans["ddp"]["parts"]
-    sparse = plans["example + keep=0.1"]
-    assert sparse["parts"]["communication buffers"] == plans["ddp"]["parts"]["communication buffers"] + parameters
-    assert sparse["seconds"] < plans["ddp"]["seconds"] < plans["example"]["seconds"]
-    assert sparse["config"]["backend"] == "example"
-    assert sparse["config"]["example_config"] == {"keep": 0.1}
-    words = shlex.split(sparse["launch"])
-    assert words[:2] == ["accel", "launch"]
-    assert launched(installed, tmp_path, *words[2:-1])[:2] == ["TopKStrategy", 0.1]
+def test_a_plan_runs_its_strategy_as_each_of_many_ranks(installed: dict[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    options = ["--json", "--processes", "64", "--backend", "example", "--launch=--example_keep 0.25"]
+    done = accel(installed, "check-plan", *options, str(script), str(tmp_path / "answer"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert (report["verdict"], report["backend"]) == ("equal", "example")
+    assert report["collectives"]

@@ -1,6 +1,6 @@
 """One word for one thing: no name with two meanings, and no retired phrases.
 
-`docs/contributing.md` has the glossary. When a folder is free of retired phrases, add it to `REWORDED`, so that they
+`docs/reference/glossary.md` has the words. When a folder is free of retired phrases, add it to `REWORDED`, so that they
 cannot return.
 """
 
@@ -118,6 +118,7 @@ PHRASES: Mapping[str, tuple[str, str]] = {
 """Retired phrases as patterns (a space also matches a line break), each with a planted example and what to say."""
 
 REWORDED = (
+    ".github/*.md",
     "README.md",
     "docs/*.md",
     "docs/*/*.md",

@@ -10,6 +10,7 @@ Arguments after the command are passed to the nox session, so `test -k gather` r
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib.util
 import os
@@ -61,10 +62,12 @@ def check_command(arguments: list[str]) -> str:
     """
     given = arguments[0] if arguments else ""
     if given not in SESSIONS:
+        near = difflib.get_close_matches(given, SESSIONS, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
         raise BootstrapError(
             f"python3 tools/bootstrap.py {given}".rstrip(),
             f"{given!r} is not a command" if given else "no command was given",
-            f"use one of: {', '.join(SESSIONS)}",
+            f"{meant}use one of: {', '.join(SESSIONS)}",
         )
     return given
 

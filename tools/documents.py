@@ -107,8 +107,8 @@ def commands_in(block: Block) -> Iterator[list[str]]:
 def _commands(line: str) -> Iterator[list[str]]:
     """Divides a line at pipes and the like, and drops what stands before the name of a command of ours."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
-    # "model.py:example" is one word.
-    lexer.wordchars += ":"
+    # "model.py:example" and "dp_shard=16,tp=4" are one word each.
+    lexer.wordchars += ":,"
     words: list[str] = []
     for token in [*lexer, ";"]:
         if set(token) <= set("();<>|&"):

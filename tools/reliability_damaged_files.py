@@ -46,7 +46,7 @@ from accel_cli.launch.mpi import read_hostfile
 from accel_cli.main import main as command_line
 from accel_plugins.checkpoint.files import MANIFEST_NAME
 from accel_plugins.checkpoint.shards import PortableWriter
-from accel_plugins.deepspeed.ds_config import HfDeepSpeedConfig
+from accel_plugins.deepspeed.config import HfDeepSpeedConfig
 from accel_plugins.fsdp.weights import merge_weights
 from accel_state.errors import AccelError
 from accel_testing.fresh import fresh

@@ -17,8 +17,5 @@ pytestmark = [
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama", "t5", "vit"])
 def test_the_estimate_of_a_config_is_within_5_percent_of_the_allocator(run: Any, kind: str) -> None:
     told = run("estimated_memory.py", kind=kind)
-    assert told["one"]["single"]["peak"] == pytest.approx(told["allocated"], rel=0.05)
-    assert {"single", "single + recompute"} == told["one"].keys()
-    assert {"ddp", "fsdp2", "fsdp2 + offload"} <= told["two"].keys()
-    whole, shared = (told["two"][name]["parts"]["parameters"] for name in ("ddp", "fsdp2"))
-    assert shared == pytest.approx(whole / 2, rel=0.02)
+    assert told["one"]["Total"] == pytest.approx(told["allocated"], rel=0.05)
+    assert told["many"]["Optstate"] < told["one"]["Optstate"] / 20

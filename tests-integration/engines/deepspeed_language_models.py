@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from accel_plugins.deepspeed.config import DeepSpeedPlugin
-from accel_plugins.deepspeed.zero_init import gathered
+from accel_plugins.deepspeed.engine import gathered
 from accel_state.errors import AccelError
 from accel_state.mesh import DeepSpeedSequenceParallelConfig, ParallelismConfig
 from accel_state.run_state import AcceleratorState

@@ -10,8 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_plugins.deepspeed.config import DeepSpeedPlugin
-from accel_plugins.deepspeed.objects import DummyOptim, DummyScheduler
+from accel_plugins.deepspeed.config import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from accel_torch import Accelerator
 
 

@@ -6,6 +6,7 @@ Several scenes make one run after another in the same processes, because startin
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import sys
@@ -21,12 +22,11 @@ from torch import Tensor
 from torch.nn import Linear, Module, ReLU, Sequential
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from accel_ops import set_seed
-from accel_plugins.deepspeed.config import DeepSpeedPlugin
-from accel_plugins.deepspeed.objects import DummyOptim, DummyScheduler
-from accel_plugins.deepspeed.zero_init import gathered
+from accel_ops import gather_object, set_seed
+from accel_plugins.deepspeed.config import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from accel_plugins.deepspeed.engine import gathered
 from accel_plugins.precision.config import AORecipeKwargs
 from accel_state.errors import AccelError
 from accel_state.run_state import AcceleratorState
@@ -468,6 +468,64 @@ def experts() -> dict[str, Any]:
     other = layers()
     refusal = _refusal(lambda: wrong.prepare(other, adamw(other.parameters()), digits()))
     return {"losses": losses, "pieces": pieces, "refusal": refusal}
+
+
+class OwnStream(IterableDataset[Tensor]):
+    """A stream of which each process has a shard of its own length."""
+
+    def __init__(self, counts: list[int], rank: int = 0) -> None:
+        self.counts, self.rank = counts, rank
+
+    def split_by_node(self, rank: int, world: int) -> OwnStream:
+        return OwnStream(self.counts, rank)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(self.counts[self.rank]) + 100 * self.rank)
+
+
+def exact_epochs(stage: int) -> dict[str, Any]:
+    """Epochs whose last steps some processes have no data for, and one process that trains with the same samples."""
+    plugin = parts(stage)
+    plugin["hf_ds_config"] |= {"gradient_clipping": 0.0, "train_micro_batch_size_per_gpu": 2}
+    accelerator = started(plugin, dataloader_config=DataLoaderConfiguration(exact_epochs=True))
+    plain = layers()
+    model, optimizer = accelerator.prepare(plain, adamw(plain.parameters()))
+    data: list[Any] = [torch.arange(13), torch.arange(1), OwnStream([5, 9]), OwnStream([0, 3])]
+    loaders: list[Any] = [accelerator.prepare(DataLoader(each, batch_size=2)) for each in data]
+    samples: list[list[list[int]]] = []
+    stand_ins = 0
+    for loader in loaders:
+        samples.append([])
+        for indices in loader:
+            accelerator.backward(_errors(model, indices).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            stand_ins += loader.is_stand_in
+            samples[-1].append(accelerator.gather_for_metrics(indices).tolist())
+    alone = layers()
+    other = adamw(alone.parameters())
+    for batch in itertools.chain.from_iterable(samples):
+        _errors(alone, torch.tensor(batch)).mean().backward()
+        other.step()
+        other.zero_grad()
+    trained = [safe_get_full_fp32_param(parameter) for parameter in plain.parameters()]
+    off = max((one - two).abs().max().item() for one, two in zip(trained, alone.parameters(), strict=True))
+    refused = started(
+        plugin, dataloader_config=DataLoaderConfiguration(exact_epochs=True), gradient_accumulation_steps=2
+    )
+    return {
+        "samples": [sorted(itertools.chain.from_iterable(epoch)) for epoch in samples],
+        "steps": [len(epoch) for epoch in samples],
+        "stand-ins": gather_object([stand_ins]),
+        "off": off,
+        "refusal": _refusal(lambda: refused.prepare(layers(), DataLoader(range(4)))),
+    }
+
+
+def _errors(model: Module, indices: Tensor) -> Tensor:
+    inputs = torch.stack([torch.randn(8, generator=torch.Generator().manual_seed(int(index))) for index in indices])
+    errors: Tensor = (model(inputs) - inputs[:, :2]).square().sum(1)
+    return errors
 
 
 def main() -> None:

@@ -34,6 +34,17 @@ def test_several_engines_train_as_their_models_would_alone(play: Play) -> None:
         assert mine == pytest.approx(others, abs=1e-4)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_exact_epochs_train_as_one_process_with_all_samples(play: Play, stage: int) -> None:
+    done = play(SCENES, "exact_epochs", stage=stage)
+    assert done["samples"] == [list(range(13)), [0], [*range(5), *range(100, 109)], [100, 101, 102]]
+    assert done["steps"] == [4, 1, 5, 2]
+    # Process 0 has no data in the last two steps of the first stream, and none of the second at all.
+    assert done["stand-ins"] == [4, 1]
+    assert done["off"] < 1e-5
+    assert "weights the batches of a step itself" in done["refusal"]
+
+
 def test_accelerators_of_one_run_accumulate_alike(play: Play) -> None:
     done, expected = play(SCENES, "shared_accumulation"), play(SCENES, "shared_accumulation", plain=True)
     for mine, others in zip(done["losses"], expected["losses"], strict=True):

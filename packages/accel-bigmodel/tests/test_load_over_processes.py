@@ -267,7 +267,7 @@ FAILURES: dict[str, type[BaseException]] = {
 
 def failed_on_one(folder: str, spread: bool, stage: str, rank: int, kind: str) -> str:
     """What a process raises when loading fails on one of them, and whether all can go on together."""
-    from accel_bigmodel import load, loading
+    from accel_bigmodel import load_together, loading
     from accel_ops.collectives import gather
 
     PartialState(cpu=True)
@@ -277,8 +277,8 @@ def failed_on_one(folder: str, spread: bool, stage: str, rank: int, kind: str) -
         raise FAILURES[kind]("at this point")
 
     owner, name = {
-        "find": (load, "find_weights"),
-        "read": (load if spread else loading, "copy_all"),
+        "find": (load_together, "find_weights"),
+        "read": (load_together if spread else loading, "copy_all"),
         "allocate": (loading.Loading, "bring"),
         "convert": (nn.Module, "to"),
     }[stage]

@@ -6,9 +6,11 @@ import json
 import os
 import runpy
 import sys
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 
@@ -30,7 +32,11 @@ def check(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
     command = [sys.executable, str(accel_check.started.__file__), "check-resume", "--cpu", "--json", *arguments]
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
     finished = run_command(command, timeout=280, env=environment)
-    return finished.returncode, [json.loads(line) for line in finished.stdout.splitlines()]
+    found = [json.loads(line) for line in finished.stdout.splitlines()]
+    schema = json.loads(files("accel_check").joinpath("schemas", "check-resume.json").read_text())
+    for line in found:
+        jsonschema.validate(line, schema)
+    return finished.returncode, found
 
 
 def test_a_run_resumes_on_the_same_and_on_another_number_of_processes() -> None:

@@ -89,6 +89,15 @@ def test_the_script_is_launched_as_the_file_says(accel, installed_script, tmp_pa
     assert sorted(done.stdout.splitlines()) == ["0 no __main__", "1 no __main__"], done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "ranks"), [((), "01"), (("--num_processes", "1"), "0"), (("--num_processes=3",), "012")]
+)
+def test_a_machine_without_devices_tests_two_processes_unless_a_number_is_given(accel, installed_script, words, ranks):
+    env = installed_script("import os; print(os.environ.get('RANK', '0'))")
+    done = accel("test", "--", "--cpu", *words, env=env)
+    assert "".join(sorted(done.stdout.split())) == ranks, done.stderr
+
+
 def test_checks_that_do_not_pass(accel, installed_script):
     done = accel("test", "--", "--cpu", "--num_processes", "1", env=installed_script("raise SystemExit(5)"))
     assert done.returncode == 5

@@ -9,7 +9,9 @@ import signal
 
 import pytest
 
+from accel_cli.launch.failure_record import failure_fingerprint
 from accel_cli.launch.failures import Cause, Decision, Failure, Fingerprint, RestartPolicy, find_cause, first_failure
+from accel_state.errors import NonFiniteStep
 
 posix_only = pytest.mark.skipif(os.name != "posix", reason="signals")
 
@@ -42,6 +44,8 @@ def cause_of(*failures, codes=None, steps=None, **options):
         ("out of memory", failed(1, "", 1.0, types=("MemoryError", "Exception"))),
         ("outside", failed(1, "refused", 1.0, errno=errno.ECONNREFUSED, types=("ConnectionError", "OSError"))),
         ("killed", failed(1, "DataLoader worker (pid 7) is killed by signal: Killed.", 1.0)),
+        ("data", failed(1, "out of memory", 1.0, types=("NonFiniteStep", "BadStep"), kind="data")),
+        ("hardware", failed(1, "bad", 1.0, types=("SpikeStep", "BadStep"), kind="hardware")),
         ("killed", Failure(1, -9)),
         ("killed", Failure(1, 137)),
         ("final", Failure(1, -2)),
@@ -119,6 +123,21 @@ def test_the_samples_of_two_failures_are_named():
     assert policy.decide(first).restart
     again = Cause("error", 0, Fingerprint("KeyError", "a.py:2 in f", 9, ("41", "42")), "bad")
     assert policy.decide(again) == Decision(False, "two failures with the same samples: 41")
+
+
+def test_the_record_of_a_bad_step_has_its_kind_and_its_samples():
+    error = NonFiniteStep("Cannot make step 4.", "bad", kind="data", samples=("40", "41"))
+    found = failure_fingerprint(error)
+    assert (found["kind"], found["samples"]) == ("data", ["40", "41"])
+    assert failure_fingerprint(ValueError("bad"))["kind"] == ""
+
+
+def test_bad_steps_are_repeated_as_their_cause_allows():
+    policy = RestartPolicy("auto", 20)
+    assert policy.decide(failure("numerics", 40, "SpikeStep")).restart
+    assert "without progress" in policy.decide(failure("numerics", 40, "SpikeStep")).reason
+    assert policy.decide(failure("hardware", 50, "NonFiniteStep")).restart
+    assert policy.decide(failure("hardware", 30, "NonFiniteStep")).restart
 
 
 def failure(kind="killed", step=0, name="SIGKILL"):

@@ -258,6 +258,38 @@ def test_another_number_of_processes_continues_with_the_remaining_samples() -> N
         assert order(later)[:48] == order(make_epoch_one(make(processes)))[:48]
 
 
+class CountedStream(Stream):
+    def __len__(self) -> int:
+        return self.length
+
+
+@pytest.mark.parametrize("kind", [Stream, CountedStream, range])
+@pytest.mark.parametrize("length", [13, 15, 16])
+@pytest.mark.parametrize("processes", [2, 3])
+def test_a_process_that_ended_before_others_has_no_batch_left(kind: Any, length: int, processes: int) -> None:
+    def make(index: int) -> Any:
+        return prepare_data_loader(
+            DataLoader(kind(length), batch_size=2),
+            num_processes=processes,
+            process_index=index,
+            even_batches=False,
+            restore_position=True,
+        )
+
+    received = []
+    for index in range(processes):
+        loader = make(index)
+        received += [sample for batch in loader for sample in batch.tolist() if sample < 100]
+        loader.set_epoch(0)
+        for _ in loader:
+            state = loader.state_dict()
+        again = make(index)
+        again.load_state_dict(state)
+        assert list(again) == []
+        assert again.iteration == 1
+    assert sorted(received) == list(range(length))
+
+
 def make_epoch_one(loaders: list[Any]) -> list[Any]:
     for loader in loaders:
         loader.set_epoch(1)

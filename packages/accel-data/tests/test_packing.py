@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import chain
 from typing import Any
 
@@ -144,6 +145,26 @@ def test_bad_lengths_are_named() -> None:
     wrong = PackedDataset(samples_of([3, 9]), [3, 3], 8)
     with pytest.raises(DataError, match="12 tokens, more than max_tokens=8"):
         wrong[0]
+
+
+def test_samples_that_cannot_be_packed_are_named() -> None:
+    ones = torch.ones(3)
+    for first, second, keys, obstacle in [
+        ({"x": ones}, {"y": ones}, None, "Cannot pack sample 1.\n  It has no value 'x', but 'y'."),
+        ({"x": ones}, {"x": ones}, ("y",), "It has no value 'y'"),
+        ({"x": ones, "label": torch.tensor(1)}, {"x": ones}, None, "'label': ()"),
+        ({"x": ones, "y": torch.ones(4)}, {"x": ones}, None, "'y': (4,)"),
+        (ones, ones, None, "It is of type Tensor, not a dict"),
+    ]:
+        packed = PackedDataset([first, second], [3, 3], 8, keys=keys, shuffle=False)  # type: ignore[arg-type, list-item]
+        with pytest.raises(DataError, match=re.escape(obstacle)):
+            packed[0]
+
+
+def test_lists_are_packed_and_an_empty_data_set_has_no_items() -> None:
+    (item,) = PackedDataset([{"x": [1, 2]}, {"x": [3]}], [2, 1], 8, shuffle=False)  # type: ignore[arg-type, list-item]
+    assert item["x"].tolist() == [1, 2, 3]
+    assert len(PackedDataset([], [], 8)) == 0  # type: ignore[arg-type]
 
 
 def test_labels_that_count() -> None:

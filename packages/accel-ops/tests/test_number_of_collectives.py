@@ -99,7 +99,7 @@ EXPECTED = {
     "gather to one": ["all_gather", "gather", "gather", "gather"],
     "reduce small": ["all_gather"],
     "reduce beyond the header": ["all_gather", "all_reduce"],
-    "reduce mixed": ["all_gather"] * 2 + ["all_reduce"] * 2,
+    "reduce mixed": ["all_gather", "all_reduce", "all_reduce", "all_gather"],
     "reduce four dtypes beyond the header": ["all_gather"] * 2,
     "broadcast small": ["all_gather"],
     "broadcast mixed": ["all_gather"] + ["broadcast"] * 3,

@@ -14,9 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_plugins.deepspeed import zero_init
-from accel_plugins.deepspeed.config import DeepSpeedPlugin
-from accel_plugins.deepspeed.ds_config import AutoValue, HfDeepSpeedConfig, contradictions, fill_auto, refuse_auto
+from accel_plugins.deepspeed import config
+from accel_plugins.deepspeed.config import (
+    AutoValue,
+    DeepSpeedPlugin,
+    HfDeepSpeedConfig,
+    contradictions,
+    fill_auto,
+    refuse_auto,
+    transformers_view,
+)
 from accel_state.errors import AccelError, Conflict, NotOffered, SettingError
 from accel_state.settings.environ import from_environment, to_environment
 
@@ -273,12 +280,11 @@ def test_a_configuration_file_without_steps_accumulates_nothing(tmp_path: Path) 
     assert plugin.gradient_accumulation_steps == plugin.deepspeed_config["gradient_accumulation_steps"] == 1
 
 
-def test_msamp_is_put_into_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert DeepSpeedPlugin(enable_msamp=True).deepspeed_config["msamp"] == {"enabled": True, "opt_level": "O1"}
+def test_msamp_is_refused_as_argument_and_as_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotOffered, match="enable_msamp=True"):
+        DeepSpeedPlugin(enable_msamp=True).set_mixed_precision("fp8")
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "MSAMP")
-    monkeypatch.setenv("ACCELERATE_FP8_OPT_LEVEL", "O2")
     plugin = DeepSpeedPlugin()
-    assert plugin.deepspeed_config["msamp"]["opt_level"] == "O2"
     with pytest.raises(NotOffered, match="enable_msamp=True"):
         plugin.set_mixed_precision("fp8")
 
@@ -302,12 +308,12 @@ def test_models_are_built_in_parts_where_transformers_finds_what_it_looks_for(
     integrations.HfDeepSpeedConfig = dict  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "transformers", library)
     monkeypatch.setitem(sys.modules, "transformers.integrations", integrations)
-    monkeypatch.setattr(zero_init, "importable", lambda module: True)
-    monkeypatch.setattr(zero_init, "installed_version", lambda distribution: found)
+    monkeypatch.setattr(config, "importable", lambda module: True)
+    monkeypatch.setattr(config, "installed_version", lambda distribution: found)
     table = DeepSpeedPlugin(zero_stage=3).deepspeed_config
-    whole = zero_init.transformers_view(table, sharded=False)
+    whole = transformers_view(table, sharded=False)
     assert caplog.text == ""
-    view = zero_init.transformers_view(table, sharded=True)
+    view = transformers_view(table, sharded=True)
 
     assert (view is None) == (whole is None) == (found is None)
     assert ("creates unsharded models" in caplog.text) == (found is None)

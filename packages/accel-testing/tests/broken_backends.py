@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +15,6 @@ from accel_data import PreparedLoader
 from accel_plugins import BatchShare, Bundle, Capabilities, Manifest, ModelPart, ObjectKind, Shards
 from accel_plugins.ddp.manifest import MANIFEST
 from accel_plugins.ddp.strategy import DDPStrategy
-from accel_plugins.memory_plans import MemoryPlans
 from accel_plugins.strategy import Strategy
 from accel_state.settings.schema import INTEGER, ValueType, setting
 
@@ -577,13 +576,6 @@ class CountsItselfAlone(SharesSteps):
 ELASTIC = {"capabilities": Capabilities(elastic=True)}
 
 
-class SetsAFieldWithoutAFlag(MemoryPlans):
-    """The bucket size is an argument of the settings class, and no option of a launch."""
-
-    def settings(self, variant: str, blocks: Sequence[str], recompute: bool) -> Mapping[str, Any]:
-        return {"bucket_cap_mb": 50}
-
-
 CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     (LosesAGradient, {}, "test_gradients_are_those_of_one_process", ()),
     (LosesAGradient, {}, "test_training_equals_that_of_one_process", ({},)),
@@ -629,12 +621,6 @@ CAUGHT_BY: list[tuple[type[Strategy], dict[str, Any], str, tuple[Any, ...]]] = [
     ),
     (ClipsNoValues, {}, "test_clipping_to_a_value_equals_that_of_one_process", ()),
     (StepsThroughAnOverflow, {}, "test_an_overflow_anywhere_skips_the_step_everywhere", ()),
-    (
-        DDPStrategy,
-        {"memory_plans": "broken_backends:SetsAFieldWithoutAFlag"},
-        "test_memory_plans_set_fields_of_the_settings",
-        (),
-    ),
     (AveragesNothing, {}, "test_averaging_gives_everyone_the_mean", ()),
     (
         SaysItAccumulatesAndDoesNot,

@@ -21,8 +21,10 @@ from accel_torch import (
     FullyShardedDataParallelPlugin,
     GradScalerKwargs,
     PackedDataset,
+    ParallelismConfig,
     TokenBatches,
     TokenBatchSampler,
+    TorchTensorParallelPlugin,
     gather,
 )
 
@@ -114,17 +116,17 @@ def collate_packed(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return collate(list(chain.from_iterable(sorted(set(item["index"].tolist())) for item in items)))
 
 
-def loader_of(kind: str) -> DataLoader[Any]:
-    lengths = [length_of(index) for index in range(23)]
+def loader_of(kind: str, count: int = 23) -> DataLoader[Any]:
+    lengths = [length_of(index) for index in range(count)]
     options: dict[str, Any] = {"batch_size": 3, "collate_fn": collate}
     # Of the own streams, the processes have 5, 9, 12 and 1 batches, the last ones short.
     chosen: tuple[Any, dict[str, Any]] = {
-        "map": (Samples(23), options | {"shuffle": True}),
+        "map": (Samples(count), options | {"shuffle": True}),
         "workers": (Samples(13), options | {"num_workers": 1}),
         "few": (Samples(2), options),
         "custom": (Samples(22), {"batch_sampler": Custom(range(22), 3, False), "collate_fn": collate}),
-        "tokens": (Samples(23), {"batch_sampler": TokenBatchSampler(lengths, 9), "collate_fn": collate}),
-        "packed": (PackedDataset(IndexDicts(23), lengths, 9), {"collate_fn": collate_packed}),  # type: ignore[arg-type]
+        "tokens": (Samples(count), {"batch_sampler": TokenBatchSampler(lengths, 9), "collate_fn": collate}),
+        "packed": (PackedDataset(IndexDicts(count), lengths, 9), {"collate_fn": collate_packed}),  # type: ignore[arg-type]
         "stream": (Stream(23), options),
         "token stream": (TokenBatches(Stream(23), length_of, 9, buffer=10), options | {"batch_size": None}),
         **{name: (OwnStream(counts), options) for name, counts in OWN_COUNTS.items()},
@@ -170,12 +172,23 @@ def whole(tensor: Tensor) -> Tensor:
 Case = tuple[str, str, int, torch.dtype, bool, bool]
 
 
+AXES = {
+    "tp": {"tp_size": 2},
+    "tp of four": {"tp_size": 4},
+    "fsdp2 x tp": {"dp_shard_size": 2, "tp_size": 2},
+}
+
+
 def accelerator_of(backend: str, steps: int = 1, **options: Any) -> Accelerator:
     plugin = FullyShardedDataParallelPlugin(2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=10)
+    if backend in AXES:
+        options["parallelism_config"] = ParallelismConfig(**AXES[backend])
+        options["torch_tp_plugin"] = TorchTensorParallelPlugin(parallelize_plan={"0": "colwise", "2": "rowwise"})
+    else:
+        options["backend"] = backend
     return Accelerator(
         cpu=True,
-        backend=backend,
-        fsdp_plugin=plugin if backend == "fsdp2" else None,
+        fsdp_plugin=plugin if "fsdp2" in backend else None,
         gradient_accumulation_steps=steps,
         dataloader_config=DataLoaderConfiguration(exact_epochs=True, use_seedable_sampler=True, data_seed=3),
         **options,
@@ -233,8 +246,9 @@ def expected_ids(kind: str, processes: int) -> list[int]:
     return list(range({"workers": 13, "few": 2, "custom": 22}.get(kind, 23)))
 
 
-def check(group: Processes, cases: list[Case]) -> None:
-    for case, *results in zip(cases, *group.run(train_all, cases), strict=True):
+def check(group: Processes, cases: list[Case], readers: int = 1) -> None:
+    """Compare with one process; `readers` neighbours read the same samples."""
+    for case, *results in zip(cases, *group.run(train_all, cases)[::readers], strict=True):
         _, kind, _, dtype, _, clips = case
         assert len({len(result["steps"]) for result in results}) == 1, case
         steps = [
@@ -274,6 +288,18 @@ def test_gradients_are_those_of_one_process(group: Processes, backend: str, kind
             (backend, kind, 1, torch.float32, False, False),
         ],
     )
+
+
+@pytest.mark.parametrize(("backend", "world"), [("tp", "two"), ("tp of four", "four"), ("fsdp2 x tp", "four")])
+def test_processes_of_a_tensor_parallel_group_count_each_sample_once(
+    backend: str, world: str, request: pytest.FixtureRequest
+) -> None:
+    group: Processes = request.getfixturevalue(world)
+    ways = [(1, False, False), (1, True, True), (3, True, False), (2, True, True)]
+    # Alone in its group of readers, a stream is not divided.
+    kinds = [kind for kind in KINDS if kind not in (OWN_COUNTS if backend.startswith("tp") else ("late streams",))]
+    cases = [(backend, kind, steps, torch.float64, block, clips) for kind in kinds for steps, block, clips in ways]
+    check(group, cases, 4 if backend == "tp of four" else 2)
 
 
 class Draws(nn.Module):
@@ -412,6 +438,41 @@ def test_weights_of_a_script_are_zero_for_stand_ins(two: Processes, kind: str) -
         torch.testing.assert_close(gradients, wanted, rtol=1e-9, atol=1e-9)
 
 
+def beside_an_open_iterator(steps: int) -> list[tuple[list[int], list[Tensor]]]:
+    """Ids and gradients of each step, while an iterator over other data is advanced by hand."""
+    accelerator = accelerator_of("ddp", steps)
+    plain = model_of(torch.float64)
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.0))
+    loader, validation = accelerator.prepare(loader_of("map"), loader_of("custom"))
+    held = iter(validation)
+    answers: list[tuple[list[int], list[Tensor]]] = []
+    ids: list[int] = []
+    for batch in loader:
+        if ids or answers:
+            next(held)
+        with accelerator.accumulate(model):
+            ids += [] if loader.is_stand_in else batch["index"].tolist()
+            accelerator.backward(losses(model, batch, torch.float64).mean())
+            if accelerator.sync_gradients:
+                accelerator.unscale_gradients()
+                answers.append((ids, [whole(parameter.grad) for parameter in model.parameters()]))
+                ids = []
+            optimizer.step()
+            optimizer.zero_grad()
+    return answers
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_an_open_iterator_over_other_data_does_not_weight_the_batches(two: Processes, steps: int) -> None:
+    model = model_of(torch.float64)
+    for (first, gradients), (second, others) in zip(*two.run(beside_an_open_iterator, steps), strict=True):
+        model.zero_grad()
+        losses(model, collate(first + second), torch.float64).mean().backward()  # type: ignore[no-untyped-call]
+        wanted = [parameter.grad for parameter in model.parameters()]
+        torch.testing.assert_close(gradients, wanted, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(others, wanted, rtol=1e-9, atol=1e-9)
+
+
 def exchanges(kind: str) -> int:
     """The collectives of the library in an epoch after the first."""
     accelerator = accelerator_of("ddp", 2)
@@ -477,3 +538,54 @@ def test_a_gradient_scaler_works(two: Processes) -> None:
     (wanted,), _ = reference([[index for ids, _ in results for index in ids]], torch.float32, False)
     for _, gradients in results:
         torch.testing.assert_close(gradients, wanted, rtol=2e-2, atol=2e-2)
+
+
+def part_of_an_epoch(kind: str, backend: str, folder: str, number: int) -> tuple[list[int], list[Tensor], list[int]]:
+    """Some steps of the first epoch, between `load_state` and `save_state`, or its rest: ids, weights, next epoch."""
+    configuration = DataLoaderConfiguration(
+        exact_epochs=kind != "tokens, even", use_seedable_sampler=True, data_seed=3, restore_position=True
+    )
+    plugin = FullyShardedDataParallelPlugin(2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=10)
+    accelerator = Accelerator(
+        cpu=True,
+        backend=backend,
+        fsdp_plugin=plugin if backend == "fsdp2" else None,
+        dataloader_config=configuration,
+    )
+    plain = model_of(torch.float64)
+    model, optimizer, loader = accelerator.prepare(
+        plain, torch.optim.SGD(plain.parameters(), lr=0.05), loader_of(kind.split(",")[0], 61)
+    )
+    if number:
+        # Random states belong to the processes that drew them.
+        accelerator.load_state(f"{folder}/{number - 1}", allow_missing=("random_states",))
+    ids: list[int] = []
+    for steps, batch in enumerate(loader, 1):
+        ids += [] if loader.is_stand_in else batch["index"].tolist()
+        accelerator.backward(losses(model, batch, torch.float64).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if number < 2 and steps == 2:
+            accelerator.save_state(f"{folder}/{number}")
+            break
+    weights = [whole(parameter) for parameter in model.parameters()]
+    # The next epoch begins at its beginning.
+    following = [] if number < 2 else [index for batch in loader for index in batch["index"].tolist()]
+    return ids, weights, following
+
+
+@pytest.mark.parametrize("kind", ["map", "tokens", "tokens, even", "packed"])
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
+def test_a_run_goes_on_with_the_samples_that_are_left_on_four_then_two_then_three_processes(
+    processes: Callable[[int], Processes], kind: str, backend: str, tmp_path: Any
+) -> None:
+    seen: list[int] = []
+    for number, count in enumerate((4, 2, 3)):
+        results = processes(count).run(part_of_an_epoch, kind, backend, str(tmp_path), number)
+        seen += chain.from_iterable(ids for ids, _, _ in results)
+        for _, weights, _ in results:
+            torch.testing.assert_close(weights, results[0][1])
+        assert len(seen) == len(set(seen))
+        assert number == 2 or len(seen) < 61
+    assert sorted(seen) == list(range(61))
+    assert sorted(set(chain.from_iterable(following for _, _, following in results))) == list(range(61))

@@ -16,8 +16,8 @@ from accel_torch import Accelerator, FullyShardedDataParallelPlugin, count_label
 
 # By step, then by micro-batch, then by process: (samples, labels that count).
 BATCHES = [
-    [[(3, 5), (1, 2), (2, 0), (4, 9)], [(1, 0), (2, 6), (3, 4), (1, 1)]],
-    [[(2, 0), (4, 11), (1, 3), (2, 2)], [(2, 4), (1, 1), (1, 2), (3, 7)]],
+    [[(3, 5), (1, 2), (2, 0), (4, 9)], [(1, 0), (2, 6), (3, 4), (1, 1)], [(2, 3), (2, 1), (1, 1), (5, 8)]],
+    [[(2, 0), (4, 11), (1, 3), (2, 2)], [(2, 4), (1, 1), (1, 2), (3, 7)], [(1, 2), (3, 5), (2, 6), (1, 0)]],
 ]
 
 
@@ -76,8 +76,10 @@ def train(backend: str, steps: int, kinds: int, in_block: bool, clips: bool) -> 
             def micro_batch(batch: dict[str, Tensor] = batch) -> None:
                 values = model(batch["x"])
                 accelerator.backward(token_loss(values, batch["labels"]), weight=count_labels(batch))
-                if kinds == 2:
+                if kinds >= 2:
                     accelerator.backward(sample_loss(values), weight=len(values))
+                if kinds == 3:
+                    accelerator.backward(values[..., 0].exp().mean(), weight=4.0e6 * values[..., 0].numel())
                 if accelerator.sync_gradients and clips:
                     accelerator.clip_grad_norm_(model.parameters(), 0.1)
                 optimizer.step()
@@ -103,8 +105,10 @@ def reference(processes: int, steps: int, kinds: int, clips: bool) -> list[list[
         x, labels = (torch.cat([batch[key] for batch in batches]) for key in ("x", "labels"))
         values = model(x)
         loss = token_loss(values, labels)
-        if kinds == 2:
+        if kinds >= 2:
             loss = loss + sample_loss(values)
+        if kinds == 3:
+            loss = loss + values[..., 0].exp().mean()
         loss.backward()  # type: ignore[no-untyped-call]
         if clips:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -114,7 +118,16 @@ def reference(processes: int, steps: int, kinds: int, clips: bool) -> list[list[
     return gradients
 
 
-CASES = [(1, 2, True, False), (1, 2, False, True), (2, 1, True, False), (1, 1, False, False), (2, 1, True, True)]
+CASES = [
+    (1, 2, True, False),
+    (1, 2, False, True),
+    (2, 1, True, False),
+    (1, 1, False, False),
+    (2, 1, True, True),
+    (2, 2, True, False),
+    (3, 2, True, True),
+    (3, 3, True, False),
+]
 
 
 def train_all(backend: str) -> list[list[list[Tensor]]]:
@@ -133,6 +146,7 @@ def test_each_loss_has_its_own_denominator(group: Processes, backend: str) -> No
 def refused() -> list[str]:
     found = []
     accelerator = accelerator_of("ddp", 2)
+    accelerator.gradient_state.plugin.sync_each_batch = True
     plain = model_of()
     model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.5))
     x = torch.randn(2, 3, 5, dtype=torch.float64)
@@ -145,6 +159,23 @@ def refused() -> list[str]:
         accelerator.backward(sample_loss(values), weight=1)
         accelerator.backward(sample_loss(values), weight=2)
     found.append(str(caught.value))
+    accelerator.gradient_state.plugin.sync_each_batch = False
+    accelerator.step, accelerator.sync_gradients = 0, True
+    with refusal(Conflict) as caught:
+        for losses in (2, 3):
+            with accelerator.accumulate(model):
+                values = model(x)
+                for _ in range(losses):
+                    accelerator.backward(sample_loss(values), weight=1)
+    found.append(str(caught.value))
+    with refusal(Conflict) as caught:
+        for weights in ((None,), (1, 1)):
+            with accelerator.accumulate(model):
+                values = model(x)
+                for weight in weights:
+                    accelerator.backward(sample_loss(values), weight=weight)
+    found.append(str(caught.value))
+    optimizer.zero_grad()
     accelerator.gradient_accumulation_steps = 1
     accelerator.step, accelerator.sync_gradients = 0, True
     with refusal(Conflict) as caught, accelerator.accumulate(model, weight=2):
@@ -166,8 +197,10 @@ def refused() -> list[str]:
 
 
 def test_what_cannot_be_weighted_is_refused_on_all_processes(two: Processes) -> None:
-    for several, mixed, unweighted, numbers in two.run(refused):
-        assert "Use one micro-batch for each step" in several
+    for several, window, unweighted_first, mixed, unweighted, numbers in two.run(refused):
+        assert "cannot be reduced over the processes" in several
+        assert "have different numbers of losses on process 0" in window
+        assert "Give every micro-batch a weight, or none" in unweighted_first
         assert "Give each loss its weight in backward, and none in accumulate" in mixed
         assert "Give every micro-batch a weight, or none" in unweighted
         assert "The processes have 3, 2 losses" in numbers

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from accel_data import MixtureDataset
 from accel_testing.processes import Processes
 from accel_torch import Accelerator
-from accel_tracking.commands.samples import describe_samples
+from accel_tracking.sample_counts import describe_samples
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

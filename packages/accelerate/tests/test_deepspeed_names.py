@@ -7,7 +7,7 @@ import torch
 
 import accelerate.utils
 import accelerate.utils.deepspeed as old
-from accel_plugins.deepspeed import config, ds_config, objects
+from accel_plugins.deepspeed import config, engine
 from accel_state.errors import AccelError, Missing, SettingError
 from accel_state.settings.installed import importable
 from accelerate import Accelerator, DeepSpeedPlugin
@@ -19,13 +19,13 @@ pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 HOMES = {
-    "DeepSpeedEngineWrapper": objects,
-    "DeepSpeedOptimizerWrapper": objects,
-    "DeepSpeedSchedulerWrapper": objects,
-    "DummyOptim": objects,
-    "DummyScheduler": objects,
-    "HfDeepSpeedConfig": ds_config,
-    "map_pytorch_optim_to_deepspeed": objects,
+    "DeepSpeedEngineWrapper": engine,
+    "DeepSpeedOptimizerWrapper": engine,
+    "DeepSpeedSchedulerWrapper": engine,
+    "DummyOptim": config,
+    "DummyScheduler": config,
+    "HfDeepSpeedConfig": config,
+    "map_pytorch_optim_to_deepspeed": engine,
 }
 
 

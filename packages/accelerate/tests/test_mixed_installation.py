@@ -14,7 +14,7 @@ import pytest
 import accel_ops
 import accelerate
 from accel_cli.doctor.examine import OK, WARNING
-from accelerate.installation import clash, examination, foreign_files
+from accelerate.installation import clash, examination, foreign_files, other_versions
 
 
 def copy_of(package: ModuleType, folder: Path) -> Path:
@@ -67,6 +67,23 @@ def test_the_doctor_tells_of_many_in_few_words(copied: Path) -> None:
     assert (found.subject, found.verdict) == ("accelerate", WARNING)
     assert found.told.endswith("a.py, b.py, c.py and 2 more.")
     assert f"the wheel of accelerate {accelerate.__version__}" in found.remedy
+
+
+def test_an_import_beside_files_of_the_original_warns_and_works(copied: Path) -> None:
+    leave(copied, "accelerator.py", "state.py")
+    done = imported("from accelerate import Accelerator; print(Accelerator.__module__)", copied.parent)
+    assert done.stdout.strip() == "accel_torch.accelerator", done.stderr
+    assert f"The folder {copied} also contains files of another accelerate: accelerator.py, state.py." in done.stderr
+    assert done.stderr.count("UserWarning") == 1
+
+
+def test_an_import_beside_metadata_of_the_original_warns(copied: Path, tmp_path: Path) -> None:
+    (tmp_path / "accelerate-1.15.0.dist-info").mkdir()
+    done = imported("import accelerate", tmp_path)
+    assert f"accelerate 1.15.0 is also installed; {copied} is the one that is imported" in done.stderr
+    (found,) = examination(folder=copied)
+    assert found.verdict == OK
+    assert other_versions([str(tmp_path), str(tmp_path / "missing")]) == ["1.15.0"]
 
 
 def test_modules_that_another_library_left_are_not_imported(copied: Path) -> None:

@@ -5,21 +5,19 @@ python estimated_memory.py '{"kind": "bert"}'
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import io
 import json
+import subprocess
 import sys
 import tempfile
-from argparse import ArgumentParser
 from typing import Any
 
 import torch
 import transformers
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from accel_bigmodel.commands.estimate_memory import COMMAND
-from accel_torch.training_memory.sources import training_case
+import accel_check.started
+from accel_check.train_model import training_case
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 256}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,31 +40,27 @@ def written(kind: str, folder: str) -> None:
     config.save_pretrained(folder)
 
 
-def estimated(folder: str, processes: int) -> dict[str, Any]:
-    """What the command says, by plan."""
-    parser = ArgumentParser()
-    COMMAND.add_arguments(parser)
-    given = [folder, "--training", "--json", "--device", "cpu", "--processes", str(processes), *BATCH]
-    shown = io.StringIO()
-    with contextlib.redirect_stdout(shown):
-        assert COMMAND.run(parser.parse_args(given)) == 0
-    return {one["name"]: one for one in json.loads(shown.getvalue())["plans"]}
+def estimated(folder: str, *options: str) -> dict[str, Any]:
+    """The memory that the command says, by purpose."""
+    words = [sys.executable, str(accel_check.started.__file__), "estimate-memory", folder, "--training", "--json"]
+    done = subprocess.run([*words, *BATCH, *options], capture_output=True, text=True, check=True)
+    memory: dict[str, Any] = json.loads(done.stdout)["memory"]
+    return memory
 
 
 def allocated(folder: str) -> int:
-    """The most bytes that torch's allocator held in two steps of a real run, by the profiler."""
-    case = training_case(folder, {}, "AdamW", 8, 32)
+    """The most bytes that torch's allocator held in the second of two steps of a real run, by the profiler."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        model, loss_function, batch = case.build()
+        model, loss_function, batch = training_case(folder, {}, 8, 32)
         optimizer = torch.optim.AdamW(model.parameters())
-        with record_function("the steps"):
-            for _ in range(2):
+        for step in range(2):
+            with record_function(f"step {step}"):
                 loss_function(model, batch).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 optimizer.zero_grad()
     results: Any = recorded.profiler
     events = results.kineto_results.events()
-    steps = next(event for event in events if event.name() == "the steps")
+    steps = next(event for event in events if event.name() == "step 1")
     now = peak = 0
     for event in sorted((one for one in events if one.name() == "[memory]"), key=lambda one: one.start_ns()):
         now += event.nbytes()
@@ -76,13 +70,14 @@ def allocated(folder: str) -> int:
 
 
 def main(kind: str) -> None:
-    """Print estimates of one and of two processes, and what one process really held."""
+    """Print estimates of one and of 64 processes, and what one process really held."""
     with tempfile.TemporaryDirectory() as folder:
         written(kind, folder)
         # The first run of a library loads what stays.
         allocated(folder)
         gc.collect()
-        told = {"one": estimated(folder, 1), "two": estimated(folder, 2), "allocated": allocated(folder)}
+        one, many = estimated(folder), estimated(folder, "--processes", "64", "--backend", "fsdp2")
+        told = {"one": one, "many": many, "allocated": allocated(folder)}
     print("RESULT", json.dumps(told))
 
 

@@ -21,7 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 from accel_check.digests import digest, sample_digests
 from accel_check.records import read, write_record
 
-__all__ = ("Batches", "EndOfReplay", "Feed", "join_shards", "place_in_script", "widened")
+__all__ = ("Batches", "EndOfReplay", "Feed", "in_prepared_loader", "join_shards", "place_in_script", "widened")
 
 
 class Feed(NamedTuple):
@@ -67,6 +67,11 @@ def place_in_script(folder: str) -> str:
     return ""
 
 
+def in_prepared_loader(depth: int) -> bool:
+    """Whether a prepared loader of our library, which is followed itself, called the function `depth` calls away."""
+    return str(sys._getframe(depth).f_globals.get("__name__", "")).startswith("accel_data")
+
+
 class Batches:
     """Records the passes over loaders, or replays those of another run.
 
@@ -106,7 +111,7 @@ class Batches:
         iterate, length = DataLoader.__iter__, DataLoader.__len__
 
         def followed(loader: Any) -> Any:
-            if self._is_inner():
+            if in_prepared_loader(2):
                 return iterate(loader)
             return self._replay(loader) if self._replayed else self._record(loader, iterate)
 
@@ -122,17 +127,11 @@ class Batches:
 
         DistributedSampler.set_epoch = set_and_note  # type: ignore[method-assign, assignment]
 
-    @staticmethod
-    def _is_inner() -> bool:
-        """Whether a prepared loader of the library reads; it has a follower of its own."""
-        frame = sys._getframe(2)
-        return str(frame.f_globals.get("__name__", "")).startswith("accel_data")
-
     def _length_of(self, what: str, length: Callable[[Any], int]) -> Callable[[Any], int]:
         calls: Counter[str] = Counter()
 
         def answer(one: Any) -> int:
-            if self._is_inner():
+            if in_prepared_loader(2):
                 return length(one)
             place = f"{what} {place_in_script(self._script_folder)}"
             calls[place] += 1

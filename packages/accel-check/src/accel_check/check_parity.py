@@ -2,71 +2,28 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 import tempfile
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
+from accel_check.launch import ProcessLaunch, add_launch_options, add_script, launch_of, show_progress
 from accel_check.report import EXIT_CODES, ParityReport
-from accel_check.runs import CheckedScript, add_run_arguments, import_libraries, launch_environment, run
+from accel_check.runs import CheckedScript, import_libraries, run
 from accel_state.errors import SettingError
 
 if TYPE_CHECKING:
     from accel_check.records import Records
 
-__all__ = ("COMMAND", "CheckParity", "ParityPlan", "axes_of", "check")
-
-_AXES: Final = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
-
-
-@dataclass(frozen=True)
-class ParityPlan:
-    """How several processes run a script.
-
-    Args:
-        processes: the number of processes.
-        backend: name of the backend, as `accel backends` lists it; if empty, the script's backend.
-        axes: sizes of mesh axes by name, such as {"dp_shard": 2, "tp": 2}.
-        mixed_precision: mixed precision of both runs; if empty, the script's.
-        launch: further options of `accel launch`.
-        timeout: seconds after which a run is stopped.
-    """
-
-    processes: int = 2
-    backend: str = ""
-    axes: Mapping[str, int] = field(default_factory=dict)
-    mixed_precision: str = ""
-    launch: tuple[str, ...] = ()
-    timeout: float = 600.0
-
-    def options(self) -> list[str]:
-        """The options of `accel launch` for the processes."""
-        made = ["--cpu", *(["--backend", self.backend] if self.backend else []), *self._precision()]
-        if self.axes:
-            made.append("--use_parallelism_config")
-        for name, size in self.axes.items():
-            made += [f"--parallelism_config_{name}_size", str(size)]
-        if self.axes.get("sp", 1) > 1 and self.backend != "deepspeed":
-            made += ["--parallelism_config_sp_backend", "torch"]
-        return [*made, *self.launch]
-
-    def options_of_one(self) -> list[str]:
-        """The options of `accel launch` for one process."""
-        return ["--cpu", *self._precision()]
-
-    def _precision(self) -> list[str]:
-        return ["--mixed_precision", self.mixed_precision] if self.mixed_precision else []
+__all__ = ("COMMAND", "CheckParity", "check")
 
 
 class CheckParity:
     """The command; see `accel_cli.command.Command`."""
 
     help = "check that several processes compute the same as one process"
+    examples = ("train.py", "--processes 4 train.py --lr 0.01")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the options, then the script and its arguments."""
@@ -78,83 +35,60 @@ class CheckParity:
         parser.add_argument(
             "--processes", type=int, help="The number of processes (default: product of the axes, or 2)."
         )
-        parser.add_argument("--backend", default="", help="Backend, as `accel backends` lists it, or axes.")
-        parser.add_argument(
-            "--axes",
-            type=axes_of,
-            default={},
-            metavar="NAME=SIZE,...",
-            help="Sizes of mesh axes, such as dp_shard=2,tp=2.",
-        )
         parser.add_argument("--steps", type=int, default=5, help="Optimizer steps to compare (default: 5).")
-        parser.add_argument("--mixed_precision", default="", help="Mixed precision of both runs (no, fp16, bf16).")
         parser.add_argument("--json", action="store_true", help="Print the report as one line of JSON.")
-        add_run_arguments(parser)
+        add_launch_options(parser)
+        add_script(parser)
 
     def run(self, arguments: Namespace) -> int:
         """Run the check, print its report and return the exit code."""
-        backend, axes = arguments.backend, dict(arguments.axes)
-        if "=" in backend:
-            try:
-                backend, axes = "", {**axes_of(backend), **axes}
-            except ArgumentTypeError as error:
-                raise SettingError(f"Cannot use --backend {backend}.", str(error), "Write dp_shard=2,tp=2.") from None
-        processes = arguments.processes or (prod(axes.values()) if axes else 2)
-        if min(processes, arguments.steps) < 1:
+        launch = launch_of(arguments, arguments.processes)
+        if arguments.steps < 1:
             raise SettingError(
-                "Cannot check a plan with a number of processes or steps below 1.",
-                "Both numbers must be at least 1.",
-                "Give numbers from 1 in --processes and --steps.",
+                "Cannot compare fewer steps than 1.", "Nothing would be compared.", "Give a number from 1 in --steps."
             )
-        launch_options = tuple(shlex.split(arguments.launch))
-        plan = ParityPlan(processes, backend, axes, arguments.mixed_precision, launch_options, arguments.timeout)
         script = CheckedScript(arguments.script, arguments.script_arguments)
-        report = check(script, plan, arguments.steps, None if arguments.json else show_progress)
+        report = check(script, launch, arguments.steps, None if arguments.json else show_progress)
         print(report.as_json() if arguments.json else report)  # noqa: T201 - what the command is for
         return report.code
 
 
-def show_progress(text: str) -> None:
-    """Print a line about the progress of a check."""
-    print(f"accel: {text}", file=sys.stderr, flush=True)  # noqa: T201 - progress of a command
-
-
 def check(
-    script: CheckedScript, plan: ParityPlan, steps: int, progress: Callable[[str], None] | None = None
+    script: CheckedScript, launch: ProcessLaunch, steps: int, progress: Callable[[str], None] | None = None
 ) -> ParityReport:
     """Run a script in several processes and in one, and compare.
 
     Args:
         script: the script.
-        plan: how several processes run it.
+        launch: how several processes run it.
         steps: optimizer steps to compare.
         progress: called with a line before each part of the check.
 
     Raises:
-        SettingError: an option of the plan is invalid.
+        SettingError: an option of the launch is invalid.
     """
     with tempfile.TemporaryDirectory(prefix="accel-check-parity-") as folder:
-        return _Check(script, plan, steps, Path(folder), progress or (lambda text: None)).report()
+        return _Check(script, launch, steps, Path(folder), progress or (lambda text: None)).report()
 
 
 class _Check:
     """The runs of one check."""
 
     def __init__(
-        self, script: CheckedScript, plan: ParityPlan, steps: int, folder: Path, progress: Callable[[str], None]
+        self, script: CheckedScript, launch: ProcessLaunch, steps: int, folder: Path, progress: Callable[[str], None]
     ) -> None:
-        self._script, self._plan, self._steps, self._folder, self._progress = script, plan, steps, folder, progress
+        self._script, self._launch, self._steps, self._folder, self._progress = script, launch, steps, folder, progress
 
     def report(self) -> ParityReport:
         """Run in several processes, then in one, and compare."""
         environments = [
-            launch_environment(self._script, self._plan.processes, self._plan.options()),
-            launch_environment(self._script, 1, self._plan.options_of_one()),
+            self._launch.environment(self._script.path),
+            self._launch.alone().environment(self._script.path),
         ]
         self._progress("imports torch")
         import_libraries(self._script)
         # 64 bits have next to no rounding; a script that sets narrower numbers fails, and runs as it is.
-        wide = self._plan.mixed_precision in ("", "no")
+        wide = self._launch.mixed_precision in ("", "no")
         report = self._runs("float64", environments) if wide else None
         return report if report is not None else self._runs("float32", environments, last=True)  # type: ignore[return-value]
 
@@ -163,7 +97,7 @@ class _Check:
         from accel_check.records import Records
 
         several, one = self._folder / precision / "several", self._folder / precision / "one"
-        count = self._plan.processes
+        count = self._launch.processes
         self._progress(f"runs {count} processes in {precision}")
         failure = self._run(several, "", count, environments[0], precision)
         if failure is not None:
@@ -202,11 +136,11 @@ class _Check:
             )
             return ParityReport("not verified", reason, findings, compared, precision, notes, written)
         if findings:
-            reason = f"{self._plan.processes} processes do not compute what one process computes"
+            reason = f"{self._launch.processes} processes do not compute what one process computes"
             return ParityReport("differs", reason, findings, compared, precision, notes, written)
         if any("does not change: it is [" in note for note in notes):
             return ParityReport("not verified", "every step computes the same", [], compared, precision, notes, written)
-        reason = f"{self._plan.processes} processes compute what one process computes, for {compared} steps"
+        reason = f"{self._launch.processes} processes compute what one process computes, for {compared} steps"
         return ParityReport("equal", reason, [], compared, precision, notes, written)
 
     def _run(
@@ -216,7 +150,7 @@ class _Check:
 
         scratch = str(folder.with_name(f"{folder.name}_scratch"))
         task = Task(str(folder), self._steps, follows, precision == "float64", scratch)
-        return run(task, self._script, world, environment, self._plan.timeout)
+        return run(task, self._script, world, environment, self._launch.timeout)
 
 
 def _nothing_to_compare(records: Records, processes: int) -> str | None:
@@ -248,24 +182,6 @@ def _other_rows(several: Records, one: Records) -> str | None:
 
 def _written(records: Records) -> list[str]:
     return sorted({path for facts in records.ranks for path in facts.written})
-
-
-def axes_of(text: str) -> dict[str, int]:
-    """Sizes of axes by name, from "dp_shard=2,tp=2".
-
-    Raises:
-        ArgumentTypeError: a name or a size is unknown.
-    """
-    found = {}
-    for part in text.split(","):
-        name, _, size = part.partition("=")
-        name = name.strip().removesuffix("_size")
-        if name not in _AXES or not size.strip().isdigit():
-            raise ArgumentTypeError(
-                f"{part!r} is not an axis and its size, such as tp=2; the axes are {', '.join(_AXES)}"
-            )
-        found[name] = int(size)
-    return found
 
 
 COMMAND = CheckParity()

@@ -11,13 +11,13 @@ import shlex
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_check.check_parity import show_progress
+from accel_check.launch import ProcessLaunch, add_launch_options, add_script, launch_of, read_numbers, show_progress
 from accel_check.report import CODES, EXIT_CODES
-from accel_check.runs import CheckedScript, add_run_arguments, import_libraries, launch_environment, run
+from accel_check.runs import CheckedScript, import_libraries, run
 from accel_state.errors import SettingError
 
 if TYPE_CHECKING:
@@ -37,8 +37,7 @@ class ResumePlan:
         steps: steps to compare after each checkpoint.
         in_window: save one batch after each step, inside an accumulation window.
         resume_args: arguments with which the script loads a checkpoint, with "{checkpoint}" for its path.
-        options: options of `accel launch`.
-        timeout: seconds after which a run is stopped.
+        launch: how the processes run it; their number is replaced by those of `processes`.
     """
 
     at: tuple[int, ...] = (3,)
@@ -46,8 +45,7 @@ class ResumePlan:
     steps: int = 5
     in_window: bool = False
     resume_args: str = ""
-    options: tuple[str, ...] = ()
-    timeout: float = 600.0
+    launch: ProcessLaunch = field(default_factory=ProcessLaunch)
 
 
 @dataclass
@@ -93,6 +91,7 @@ class CheckResume:
     """The command; see `accel_cli.command.Command`."""
 
     help = "check that a resumed run computes the same as an uninterrupted one"
+    examples = ("train.py", '--at 7 --resume_args "--resume {checkpoint}" train.py')
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the options, then the script and its arguments."""
@@ -103,13 +102,13 @@ class CheckResume:
         parser.epilog = EXIT_CODES
         parser.add_argument(
             "--at",
-            type=_numbers,
+            type=read_numbers,
             default=(3,),
             help="Optimizer steps after which to save and resume (3,7; default: 3).",
         )
         parser.add_argument(
             "--processes",
-            type=_numbers,
+            type=read_numbers,
             default=(1,),
             help="World sizes: the first is that of the uninterrupted run, each is that of a resumed run (2,3; "
             "default: 1).",
@@ -128,10 +127,9 @@ class CheckResume:
             "without them the command saves and loads it through the Accelerator, before the first batch.",
         )
         parser.add_argument("--cpu", action="store_true", help="Run on the CPU, which is the default.")
-        parser.add_argument("--mixed_precision", help="Mixed precision of the runs (no, fp16, bf16, fp8).")
-        parser.add_argument("--backend", help="Backend of the runs, as `accel backends` lists it.")
         parser.add_argument("--json", action="store_true", help="Print one line of JSON for each resumed run.")
-        add_run_arguments(parser)
+        add_launch_options(parser)
+        add_script(parser)
 
     def run(self, arguments: Namespace) -> int:
         """Run the check, print its results and return the exit code."""
@@ -141,16 +139,13 @@ class CheckResume:
                 "The first checkpoint is saved after step 1, and at least one step follows it.",
                 "Give numbers from 1 in --at, --processes and --steps.",
             )
-        chosen = {"--mixed_precision": arguments.mixed_precision, "--backend": arguments.backend}
-        options = ["--cpu", *(word for flag, value in chosen.items() if value for word in (flag, value))]
         plan = ResumePlan(
             arguments.at,
             arguments.processes,
             arguments.steps,
             arguments.in_window,
             arguments.resume_args,
-            (*options, *shlex.split(arguments.launch)),
-            arguments.timeout,
+            launch_of(arguments, arguments.processes[0]),
         )
         script = CheckedScript(arguments.script, arguments.script_arguments)
         outcomes = check(script, plan, None if arguments.json else show_progress)
@@ -187,7 +182,7 @@ class _Check:
         from accel_check.records import Records
 
         plan, steps = self._plan, sorted(set(self._plan.at))
-        launch_environment(self._script, plan.processes[0], plan.options)
+        plan.launch.environment(self._script.path)
         self._progress("imports torch")
         import_libraries(self._script)
         task = self._task(steps)
@@ -306,14 +301,11 @@ class _Check:
 
         self._runs += 1
         folder = self._folder / f"run_{self._runs}"
-        environment = launch_environment(self._script, processes, self._plan.options)
+        launch = replace(self._plan.launch, processes=processes)
+        environment = launch.environment(self._script.path)
         whole = Task(str(folder), task.last_step, scratch=str(self._folder / f"scratch_{self._runs}"), resume=task)
-        failure = run(whole, script, processes, environment, self._plan.timeout)
+        failure = run(whole, script, processes, environment, launch.timeout)
         return Records(folder), failure
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
 
 
 COMMAND = CheckResume()

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import traceback
+import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
@@ -22,14 +22,20 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
+from torch.utils.weak import WeakIdKeyDictionary
 
-from accel_check.batches import place_in_script
+from accel_check.batches import in_prepared_loader, place_in_script
+from accel_check.meshes import follow_meshes
 from accel_check.models import plain_name
+from accel_check.on_host import OnHost, named_on_host, use_no_accelerator
+from accel_check.scratch import note_other_files, skip_saves
+from accel_state.errors import AccelError
 
 __all__ = ("Collective", "FakeRank", "PlanRecord")
 
@@ -39,6 +45,14 @@ _BUCKET: Final = 25 * 2**20
 _SPACES: Final = ("c10d", "_c10d_functional")
 _ROOTED: Final = ("scatter_", "gather_")
 """Collectives of which one rank has more tensors than the others."""
+_NEEDS_VALUES: Final = (
+    "fake tensor",
+    "Fake tensor",
+    "FakeTensor",
+    "numpy() is not supported",
+    "Cannot access data pointer",
+)
+"""In errors of torch where a function reads the values of a tensor that has none."""
 _NO_VALUE: Final = ("_local_scalar_dense", "equal", "is_nonzero", "allclose")
 
 
@@ -72,13 +86,14 @@ class PlanRecord:
         steps: the optimizer steps that it made.
         collectives: the collectives of the second step, in order.
         first: those before it.
-        reduced: how often each plain gradient was sent in the second step, by name.
-        sharded: elements of gradients that sharded parameters have, and those that were sent to be reduced.
+        reduced: how often each gradient was sent in the second step, by name, without those that wrappers shard.
+        sharded: elements of gradients that wrappers shard, and those that were sent to be reduced.
         backwards: backward passes of the second step.
         alike: the number of ranks that read the same samples as this one.
         neighbours: the next rank along each axis of a mesh.
         memory: bytes at the peak of the second step by purpose, with "Total"; empty if it was not tracked.
         read: places where the script reads a value, which there is not.
+        written: files that the script wrote.
         failure: the last line of an error, and the line of the script.
         needs_values: whether the error comes from a shape or branch that depends on values.
     """
@@ -94,6 +109,7 @@ class PlanRecord:
     neighbours: list[int] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
     read: list[str] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
     failure: str = ""
     needs_values: bool = False
 
@@ -104,20 +120,24 @@ class FakeRank:
     Args:
         rank, world: of this process.
         script_folder: the folder of the script.
+        scratch: the folder for what the script saves.
         tracks_memory: whether the memory is tracked, which takes several times as long.
     """
 
-    def __init__(self, rank: int, world: int, script_folder: str, tracks_memory: bool) -> None:
+    def __init__(self, rank: int, world: int, script_folder: str, scratch: str, tracks_memory: bool) -> None:
         self.record = PlanRecord(rank)
-        self._world, self._folder = world, script_folder
+        self._world, self._folder, self._scratch = world, script_folder, scratch
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._tracker = MemTracker() if tracks_memory else None
+        self._tracker = _StepTracker() if tracks_memory else None
         self._calls = _Collectives(self)
         self._contexts = ExitStack()
         self._optimizers: list[weakref.ref[Any]] = []
         self._roots: list[weakref.ref[nn.Module]] = []
         self._alike = {rank}
         self._depth = 0
+        self._names: dict[int, str] = {}
+        self._packed: Any = WeakIdKeyDictionary()
+        """Storages with copies of gradients, and their names."""
 
     def run(self, script: Callable[[], object]) -> PlanRecord:
         """Run a script until its second step."""
@@ -128,6 +148,7 @@ class FakeRank:
                 if self._tracker is not None:
                     self._contexts.enter_context(self._tracker)
                 self._contexts.enter_context(self._calls)
+                self._contexts.enter_context(OnHost())
                 script()
         except Planned:
             pass
@@ -139,21 +160,30 @@ class FakeRank:
         return self.record
 
     def _note_failure(self, error: BaseException) -> None:
+        traceback.print_exception(error)
         kinds = (type(error).__name__ for error in (error, error.__cause__, error.__context__) if error is not None)
-        text = f"{type(error).__name__}: {error}".partition("\n")[0]
+        lines = str(error).splitlines() or [""]
+        # An error of this library has three parts: what failed, why, and what to do.
+        text = " ".join(
+            [f"{type(error).__name__}:", *map(str.strip, lines[: 3 if isinstance(error, AccelError) else 1])]
+        )
         self.record.needs_values = any("DataDependent" in kind or "DynamicOutputShape" in kind for kind in kinds)
-        self.record.needs_values |= "fake tensor" in text.lower() or "FakeTensor" in text
-        lines = [
+        self.record.needs_values |= any(told in text for told in _NEEDS_VALUES)
+        places = [
             f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
             for frame in traceback.extract_tb(error.__traceback__)
             if frame.filename.startswith(self._folder)
         ]
-        self.record.failure = f"{text} ({lines[-1]})" if lines else text
+        self.record.failure = f"{text} ({places[-1]})" if places else text
 
     # ------------------------------------------------------------------ what a script meets
 
     def _install(self) -> None:
-        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        nn.Module._apply = _converted_module  # type: ignore[method-assign]
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        use_no_accelerator()
+        skip_saves()
+        note_other_files(self._opened, self._folder, (self._scratch,))
         self._fake_group()
         self._outside_of_the_mode()
         self._fake_loaders()
@@ -179,11 +209,17 @@ class FakeRank:
         begin = dist.init_process_group
 
         def begin_fake(*arguments: Any, **options: Any) -> None:
-            with unset_fake_temporarily():
-                begin("fake", store=FakeStore(), rank=self.record.rank, world_size=self._world)
+            # A session joins the group of a script, or begins it.
+            if not dist.is_initialized():
+                with unset_fake_temporarily():
+                    begin("fake", store=FakeStore(), rank=self.record.rank, world_size=self._world)
 
         dist.init_process_group = dist.distributed_c10d.init_process_group = begin_fake
         dist.new_group = self._outside(dist.new_group)
+
+    def _opened(self, path: str, listed: bool) -> None:
+        if listed and path not in self.record.written:
+            self.record.written.append(path)
 
     @staticmethod
     def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,39 +232,18 @@ class FakeRank:
 
     def _outside_of_the_mode(self) -> None:
         """Let meshes compute with the values of their ranks."""
-        import torch.distributed.device_mesh as meshes
-        import torch.distributed.tensor.parallel as parallel
-
         for name, function in list(vars(DeviceMesh).items()):
             if inspect.isfunction(function):
                 setattr(DeviceMesh, name, self._outside(function))
-        original = meshes.init_device_mesh
-        made = self._followed_mesh(self._outside(original))
-        for name, module in list(sys.modules.items()):
-            if name.startswith("torch.distributed") and getattr(module, "init_device_mesh", None) is original:
-                module.init_device_mesh = made  # type: ignore[attr-defined]
-        divide = parallel.parallelize_module
+        follow_meshes(self._note_neighbours, self.reads_alike, lambda create: self._outside(named_on_host(create)))
 
-        def divided(module: Any, device_mesh: Any = None, *arguments: Any, **options: Any) -> Any:
-            if device_mesh is not None:
-                self._read_alike(device_mesh)
-            return divide(module, device_mesh, *arguments, **options)
+    def _note_neighbours(self, mesh: DeviceMesh) -> None:
+        with unset_fake_temporarily():
+            axes = [axis for axis, size in enumerate(mesh.mesh.shape) if size > 1]
+            self.record.neighbours += [int(mesh.mesh.select(axis, 1).flatten()[0]) for axis in axes]
 
-        parallel.parallelize_module = divided
-
-    def _followed_mesh(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        def made(*arguments: Any, **options: Any) -> Any:
-            mesh = make(*arguments, **options)
-            with unset_fake_temporarily():
-                axes = [axis for axis, size in enumerate(mesh.mesh.shape) if size > 1]
-                self.record.neighbours += [int(mesh.mesh.select(axis, 1).flatten()[0]) for axis in axes]
-            for name in set(mesh.mesh_dim_names or ()) & {"tp", "cp", "sp"}:
-                self._read_alike(mesh[name])
-            return mesh
-
-        return made
-
-    def _read_alike(self, mesh: DeviceMesh) -> None:
+    def reads_alike(self, mesh: DeviceMesh) -> None:
+        """Note that the ranks of a mesh read the same samples."""
         with unset_fake_temporarily():
             ranks = mesh.mesh.flatten().tolist()
         if self.record.rank in ranks:
@@ -236,9 +251,9 @@ class FakeRank:
 
     def _fake_loaders(self) -> None:
         """Let loaders read data with values, and yield batches without."""
-        iterate, mode, end = DataLoader.__iter__, self._mode, object()
+        iterate, end = DataLoader.__iter__, object()
 
-        def without_values(loader: Any) -> Iterator[Any]:
+        def read(loader: Any, is_prepared: bool) -> Iterator[Any]:
             with unset_fake_temporarily():
                 batches = iterate(loader)
             while True:
@@ -246,22 +261,29 @@ class FakeRank:
                     batch = next(batches, end)
                 if batch is end:
                     return
-                yield pytree.tree_map(
-                    lambda leaf: (
-                        mode.from_tensor(leaf)
-                        if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)
-                        else leaf
-                    ),
-                    batch,
-                )
+                # A prepared loader sends values to other processes; it yields batches without.
+                yield batch if is_prepared else self.without_values(batch)
 
-        DataLoader.__iter__ = without_values  # type: ignore[method-assign, assignment]
+        def followed(loader: Any) -> Iterator[Any]:
+            return read(loader, in_prepared_loader(2))
+
+        DataLoader.__iter__ = followed  # type: ignore[method-assign, assignment]
+
+    def without_values(self, batch: Any) -> Any:
+        """A batch with the shapes of another one."""
+        mode = self._mode
+        return pytree.tree_map(
+            lambda leaf: (
+                mode.from_tensor(leaf) if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor) else leaf
+            ),
+            batch,
+        )
 
     def _replace_replicas(self) -> None:
         """Replace DDP, whose reducer reads values, by one that sends the same buckets."""
         _Replicas.note.append(self._reduced)
-        nn.parallel.DistributedDataParallel = _Replicas  # type: ignore[misc, assignment]
-        nn.parallel.distributed.DistributedDataParallel = _Replicas  # type: ignore[misc, assignment]
+        nn.parallel.DistributedDataParallel = _Replicas  # type: ignore[misc]
+        nn.parallel.distributed.DistributedDataParallel = _Replicas  # type: ignore[misc]
 
     def _follow_constructors(self) -> None:
         begin, scale = torch.optim.Optimizer.__init__, torch.amp.GradScaler.__init__
@@ -280,6 +302,7 @@ class FakeRank:
                 known = {id(one) for root in self._roots if (it := root()) is not None for one in it.parameters()}
                 if any(id(one) not in known for one in module.parameters()):
                     self._roots.append(weakref.ref(module))
+                    self._name_parameters()
             return call(module, *arguments, **options)
 
         kinds: list[tuple[Any, Callable[..., None]]] = [
@@ -292,39 +315,75 @@ class FakeRank:
 
     # ------------------------------------------------------------------ steps
 
-    def _named(self) -> dict[int, str]:
-        names: dict[int, str] = {}
+    def _name_parameters(self) -> None:
+        """Note the names of parameters, which wrappers may register under their names only between two steps."""
         for root in self._roots:
             module = root()
             for name, parameter in module.named_parameters() if module is not None else ():
-                names.setdefault(id(parameter), plain_name(name))
-        return names
+                self._names.setdefault(id(parameter), plain_name(name))
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters of all optimizers, by name."""
-        names = self._named()
         for number, reference in enumerate(self._optimizers):
             optimizer = reference()
             for group in optimizer.param_groups if optimizer is not None else ():
                 for index, parameter in enumerate(group["params"]):
                     if isinstance(parameter, Tensor) and parameter.requires_grad:
-                        yield names.get(id(parameter), f"parameter {index} of optimizer {number}"), parameter
+                        yield self._names.get(id(parameter), f"parameter {index} of optimizer {number}"), parameter
 
-    def sent(self, collective: Collective, tensors: list[Tensor]) -> None:
+    def called(self, operation: str, tensors: Sequence[Tensor]) -> None:
+        """Note a collective of a session."""
+        size, count = sum(one.nbytes for one in tensors), sum(one.numel() for one in tensors)
+        self.sent(Collective(operation, count, size, self.place), tensors)
+
+    def sent(self, collective: Collective, tensors: Sequence[Tensor]) -> None:
         """Note a collective and the gradients that it sends."""
         self.record.collectives.append(collective)
         if "reduce_scatter" in collective.operation:
             whole, sent = self.record.sharded
             self.record.sharded = whole, sent + collective.elements
-        if "allreduce" not in collective.operation and "all_reduce" not in collective.operation:
+        if not self.record.backwards:
             return
-        storages = {tensor.untyped_storage()._cdata for tensor in tensors if not isinstance(tensor, DTensor)}
-        for name, parameter in self.parameters():
-            gradient = parameter.grad
-            if gradient is None or isinstance(gradient, DTensor):
-                continue
-            if gradient.untyped_storage()._cdata in storages:
-                self.record.reduced[name] = self.record.reduced.get(name, 0) + 1
+        storages = [_local(tensor).untyped_storage() for tensor in tensors]
+        packed = {name for storage in storages for name in self._packed.get(storage, ())}
+        if collective.operation == "header":
+            # Its buffer is used again.
+            self._packed.clear()
+        for name in self._gradients(storages) | packed:
+            self.record.reduced[name] = self.record.reduced.get(name, 0) + 1
+
+    def _gradients(self, storages: Iterable[torch.UntypedStorage]) -> set[str]:
+        """The parameters whose gradients are in some storages."""
+        ids = {storage._cdata for storage in storages}
+        return {
+            name
+            for name, parameter in self.parameters()
+            if parameter.grad is not None and _local(parameter.grad).untyped_storage()._cdata in ids
+        }
+
+    def computed(self, sources: Sequence[Tensor], outputs: Iterable[Any]) -> None:
+        """Note what is computed of gradients before a step, such as a flat buffer that the script reduces."""
+        if not self.record.backwards or self._depth:
+            return
+        storages = [_local(tensor).untyped_storage() for tensor in sources]
+        names = {name for storage in storages for name in self._packed.get(storage, ())} | self._gradients(storages)
+        # A norm of them is no gradient.
+        for output in outputs if names else ():
+            if isinstance(output, Tensor) and output.numel() > 1:
+                storage = _local(output).untyped_storage()
+                if not self._gradients([storage]):
+                    self._packed[storage] = self._packed.get(storage, set()) | names
+
+    def _is_sharded(self, parameter: Tensor) -> bool:
+        """Whether a wrapper reduces the gradient of a parameter, by buffers of its own."""
+        if isinstance(parameter, DTensor):
+            # Ranks of one tensor-parallel group share samples: these gradients need a collective over the others.
+            return parameter.device_mesh.size() > len(self._alike)
+        wrapped = (one for root in self._roots if (it := root()) is not None for one in it.modules())
+        return any(
+            isinstance(module, FullyShardedDataParallel) and any(parameter is one for one in module.parameters())
+            for module in wrapped
+        )
 
     def _reduced(self, parameters: list[Any]) -> None:
         names = {id(one): name for name, one in self.parameters()}
@@ -356,17 +415,33 @@ class FakeRank:
         if record.steps < STEPS:
             record.first, record.collectives, record.reduced = record.collectives, [], {}
             record.sharded, record.backwards = (0, 0), 0
+            self._packed.clear()
             if self._tracker is not None:
-                self._tracker.reset_mod_stats()
+                self._tracker.begin_step()
             return
-        plain = [name for name, one in self.parameters() if not isinstance(one, DTensor) and one.grad is not None]
-        record.reduced = {name: record.reduced.get(name, 0) for name in plain}
-        sharded = [one for _, one in self.parameters() if isinstance(one, DTensor) and one.grad is not None]
-        record.sharded = sum(one.to_local().numel() for one in sharded), record.sharded[1]
+        self._name_parameters()
+        with_gradient = [(name, one, self._is_sharded(one)) for name, one in self.parameters() if one.grad is not None]
+        record.reduced = {name: record.reduced.get(name, 0) for name, _, sharded in with_gradient if not sharded}
+        held = sum(_local(one).numel() for _, one, sharded in with_gradient if sharded)
+        record.sharded = held, record.sharded[1]
         if self._tracker is not None:
             found = next(iter(self._tracker.get_tracker_snapshot("peak").values()))
             record.memory = {str(getattr(kind, "value", kind)): int(size) for kind, size in found.items()}
         raise Planned
+
+
+class _StepTracker(MemTracker):  # type: ignore[no-untyped-call]
+    """Tracks memory, also of frozen parameters, and begins its peak anew."""
+
+    def begin_step(self) -> None:
+        """Forget the peak so far, which may be that of the construction of a whole model."""
+        self.reset_mod_stats()
+        self._peak_mem.clear()
+        self._peak_mem_snap.clear()
+
+    def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
+        hooked = all(one.is_leaf and one.requires_grad for one in module.parameters())
+        return super()._track_module_params_and_buffers(module, install_grad_hooks and hooked)
 
 
 class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -393,10 +468,41 @@ class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
             sent = leaves[:1] if operation in _ROOTED else leaves
             elements, size = sum(one.numel() for one in sent), sum(one.nbytes for one in sent)
             self._rank.sent(Collective(operation.strip("_"), elements, size, self._rank.place), leaves)
-        if leaves and not any(isinstance(leaf, FakeTensor) for leaf in leaves) and space != "aten":
+        if leaves and not any(isinstance(leaf, FakeTensor) for leaf in leaves):
+            # What has values keeps them, such as the ranks of a mesh.
             with unset_fake_temporarily():
                 return function(*args, **(kwargs or {}))
-        return function(*args, **(kwargs or {}))
+        made = function(*args, **(kwargs or {}))
+        if space == "aten":
+            self._rank.computed(leaves, leaves[:1] if operation == "copy_" else pytree.tree_leaves(made))
+        return made
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _converted_module(module: nn.Module, function: Callable[..., Any], recurse: bool = True) -> nn.Module:
+    """Does what `Module._apply` does, which swaps tensors; those without values cannot be swapped."""
+    made: dict[Tensor, Any] = {}
+    for one in module.modules() if recurse else [module]:
+        for held in (one._parameters, one._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and tensor not in made:
+                    made[tensor] = _converted(tensor, function)
+                if tensor is not None:
+                    held[name] = made[tensor]
+    return module
+
+
+def _converted(tensor: Tensor, function: Callable[..., Any]) -> Any:
+    if not isinstance(tensor, nn.Parameter):
+        return function(tensor)
+    with torch.no_grad():
+        converted = function(tensor.detach())
+    # Optimizers may refer to the parameter, so it is kept where it has no values to move.
+    same = converted.dtype == tensor.dtype and converted.device == tensor.device
+    return tensor if same else nn.Parameter(converted, tensor.requires_grad)
 
 
 def _split(parameters: list[Any], limit: int) -> Iterator[list[Any]]:
@@ -411,19 +517,22 @@ def _split(parameters: list[Any], limit: int) -> Iterator[list[Any]]:
         yield bucket
 
 
-class _Replicas(nn.Module):
+class _Replicas(nn.parallel.DistributedDataParallel):
     """Stands for DistributedDataParallel: sends the gradients of each bucket when backward has ended."""
 
     note: ClassVar[list[Callable[[list[Any]], None]]] = []
     """Called with the parameters of each bucket that was sent."""
 
     def __init__(self, module: nn.Module, *_: Any, bucket_cap_mb: float | None = None, **options: Any) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.module, self.require_backward_grad_sync = module, True
+        self.static_graph, self.find_unused_parameters = (
+            bool(options.get(name)) for name in ("static_graph", "find_unused_parameters")
+        )
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._queued = False
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = dict(module.named_parameters())
-        sent = [one for name, one in named.items() if one.requires_grad and name not in ignored]
+        sent = [one for name, one in named.items() if one.requires_grad and name not in self.parameters_to_ignore]
         limit = _BUCKET if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
         self._buckets = [
             (bucket, torch.cat([one.detach().flatten() for one in bucket])) for bucket in _split(sent, limit)
@@ -434,12 +543,8 @@ class _Replicas(nn.Module):
     def forward(self, *arguments: Any, **options: Any) -> Any:
         return self.module(*arguments, **options)
 
-    def no_sync(self) -> Any:
-        """Do not send the gradients of backward passes in this block."""
-        context = ExitStack()
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        context.callback(setattr, self, "require_backward_grad_sync", before)
-        return context
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """Change nothing: a hook of communication would need the reducer's buckets."""
 
     def _queue(self, _: Tensor) -> None:
         if self.require_backward_grad_sync and not self._queued:

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from accel_check.batches import Batches
 from accel_check.digests import digest, generators, sample_digests
 from accel_check.dropout import turn_off_dropout, turn_off_recurrent_dropout
+from accel_check.meshes import follow_meshes
 from accel_check.models import Models, piece_of
 from accel_check.records import OutputSums, RankFacts, Records, StepRecord, TensorPart, values_of, write_record
 from accel_check.signs import divisor_of, unchanged_copies
@@ -120,7 +121,7 @@ class StepRecorder:
         self._wrap_backward()
         self._wrap_clipping()
         self._wrap_constructors()
-        self._wrap_meshes()
+        follow_meshes(self._mesh_created, lambda mesh: self.read_alike(mesh.mesh.flatten().tolist()))
         self.batches.install()
 
     def _wrap_modules(self) -> None:
@@ -196,30 +197,8 @@ class StepRecorder:
         for kind, name, followed in kinds:
             setattr(kind, name, followed)
 
-    def _wrap_meshes(self) -> None:
-        """Note which ranks read the same samples: those of a mesh along which tensors or sequences are divided."""
-        import torch.distributed.device_mesh as meshes
-        import torch.distributed.tensor.parallel as parallel
-
-        divide = parallel.parallelize_module
-        make = meshes.init_device_mesh
-
-        def divided(module: Any, device_mesh: Any = None, *arguments: Any, **options: Any) -> Any:
-            if device_mesh is not None:
-                self.read_alike(device_mesh.mesh.flatten().tolist())
-            return divide(module, device_mesh, *arguments, **options)
-
-        def made(*arguments: Any, **options: Any) -> Any:
-            mesh = make(*arguments, **options)
-            self.facts.shards_known = True
-            for name in mesh.mesh_dim_names or ():
-                if name in ("tp", "cp", "sp"):
-                    self.read_alike(mesh[name].mesh.flatten().tolist())
-            return mesh
-
-        parallel.parallelize_module = divided
-        meshes.init_device_mesh = made
-        torch.distributed.init_device_mesh = made  # type: ignore[attr-defined]
+    def _mesh_created(self, _: Any) -> None:
+        self.facts.shards_known = True
 
     def read_alike(self, ranks: list[int]) -> None:
         """Note ranks that read the same samples as this one on purpose."""

@@ -9,44 +9,10 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from accel_check.comparison import ParityFinding
 
-__all__ = ("CODES", "EXIT_CODES", "PARITY_SCHEMA", "ParityReport")
+__all__ = ("CODES", "EXIT_CODES", "ParityReport")
 
 CODES: Final = {"equal": 0, "differs": 1, "not verified": 3}
 """Exit codes by verdict."""
-_TEXT: Final = {"type": "string"}
-_TEXTS: Final = {"type": "array", "items": _TEXT}
-_FINDING: Final = {
-    "step": {"type": "integer", "minimum": 0},
-    "what": _TEXT,
-    "cause": _TEXT,
-    "module": _TEXT,
-    "parameter": _TEXT,
-    "ratio": {"type": ["number", "null"]},
-    "detail": _TEXT,
-    "others": _TEXTS,
-    "ranks": {"type": "array", "items": {"type": "integer"}},
-}
-_REPORT: Final = {
-    "verdict": {"enum": list(CODES)},
-    "reason": _TEXT,
-    "findings": {
-        "type": "array",
-        "items": {"type": "object", "properties": _FINDING, "required": list(_FINDING), "additionalProperties": False},
-    },
-    "steps": {"type": "integer", "minimum": 0},
-    "precision": {"enum": ["", "float32", "float64"]},
-    "remarks": _TEXTS,
-    "written": _TEXTS,
-    "parameter": _TEXT,
-    "module": _TEXT,
-}
-PARITY_SCHEMA: Final = {
-    "type": "object",
-    "properties": _REPORT,
-    "required": list(_REPORT),
-    "additionalProperties": False,
-}
-"""The JSON schema of what `accel check-parity --json` prints."""
 EXIT_CODES: Final = "Exit code 0: equal; 1: differs; 3: not verified."
 
 

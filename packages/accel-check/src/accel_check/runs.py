@@ -19,7 +19,6 @@ import sys
 import time
 import traceback
 import warnings
-from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -32,9 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = (
     "CheckedScript",
-    "add_run_arguments",
     "import_libraries",
-    "launch_environment",
     "run",
     "run_forked",
     "run_path",
@@ -57,21 +54,6 @@ _LIBRARIES: Final = (
 
 
 _OURS: Final = re.compile(r"^\s*(import|from)\s+(accelerate|accel_|transformers)", re.MULTILINE)
-
-
-def add_run_arguments(parser: ArgumentParser) -> None:
-    """Declare what every check of runs takes: the launch, the time limit, and the script with its arguments."""
-    parser.add_argument(
-        "--launch",
-        default="",
-        metavar="OPTIONS",
-        help="Further options of `accel launch`, written as --launch='--use_fsdp --fsdp_version 2'.",
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=600.0, help="Seconds after which a run is stopped (default: 600)."
-    )
-    parser.add_argument("script", help="The training script.")
-    parser.add_argument("script_arguments", nargs="...", help="Arguments of the script.")
 
 
 class CheckedScript:
@@ -112,30 +94,6 @@ def import_libraries(script: CheckedScript) -> None:
         names += own if importlib.util.find_spec("accel_torch") else ()
     for name in names:
         importlib.import_module(name)
-
-
-def launch_environment(script: CheckedScript, processes: int, options: Sequence[str]) -> dict[str, str]:
-    """The variables that `accel launch` would give to the processes.
-
-    Args:
-        script: the script.
-        processes: the number of processes.
-        options: further options of `accel launch`.
-
-    Raises:
-        SettingError: an option is not one of `accel launch`, or has an invalid value.
-    """
-    from accel_cli.launch.launchers import load_launcher
-    from accel_cli.launch.options import add_launch_arguments
-    from accel_cli.launch.request import read_request
-
-    parser = ArgumentParser(exit_on_error=False)
-    add_launch_arguments(parser)
-    arguments = parser.parse_args(["--num_processes", str(processes), *options, script.path])
-    request = read_request(arguments, os.environ)
-    plan = load_launcher(request.launcher).plan(request)
-    environment = {name: value for name, value in os.environ.items() if name not in plan.removed}
-    return {**environment, **plan.environment}
 
 
 def run(task: Task, script: CheckedScript, world: int, environment: Mapping[str, str], timeout: float) -> str | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import os
 import sys
 import tempfile
@@ -15,7 +17,7 @@ import torch
 if TYPE_CHECKING:
     from accel_check.recorder import StepRecorder
 
-__all__ = ("Scratch", "deepest_common", "redirect_saves")
+__all__ = ("Scratch", "deepest_common", "note_other_files", "redirect_saves", "skip_saves")
 
 _WRITING: Final = os.O_WRONLY | os.O_RDWR
 
@@ -80,8 +82,30 @@ def redirect_saves(recorder: StepRecorder) -> Scratch:
     torch.save, torch.load = save_inside, load_inside
     _redirect_distributed(scratch)
     _redirect_safetensors(scratch)
-    _note_other_files(recorder, (*own, recorder.task.scratch))
+
+    def opened(path: str, listed: bool) -> None:
+        recorder.facts.more.setdefault("opened", []).append((recorder.calls, path))
+        if listed and path not in recorder.facts.written:
+            recorder.facts.written.append(path)
+
+    note_other_files(opened, recorder.script_folder, (*own, recorder.task.scratch))
     return scratch
+
+
+def skip_saves() -> None:
+    """Let nothing be saved, since tensors of a plan have no values, until this process ends."""
+    import torch.distributed.checkpoint
+
+    distributed: Any = torch.distributed.checkpoint
+
+    def skipped(*_: Any, **__: Any) -> None:
+        return None
+
+    torch.save = skipped
+    distributed.save = distributed.async_save = skipped
+    if importlib.util.find_spec("safetensors") is not None:
+        files = importlib.import_module("safetensors.torch")
+        files.save_file = files.save_model = skipped  # type: ignore[attr-defined]
 
 
 def _redirect_distributed(scratch: Scratch) -> None:
@@ -119,11 +143,17 @@ def _redirect_safetensors(scratch: Scratch) -> None:
     files.save_file, files.load_file = save_inside, load_inside
 
 
-def _note_other_files(recorder: StepRecorder, own: tuple[str, ...]) -> None:
-    """List the other files that the script writes."""
+def note_other_files(opened: Callable[[str, bool], None], script_folder: str, own: tuple[str, ...]) -> None:
+    """Follow the other files that the script writes.
+
+    Args:
+        opened: called with the path of each, and whether the report lists it.
+        script_folder: the folder of the script.
+        own: the folders of the check.
+    """
     temporary = tempfile.gettempdir()
     outside: tuple[str, ...] = ("/dev", "/proc", "/sys", str(Path.home() / ".cache"))
-    if not recorder.script_folder.startswith(temporary):
+    if not script_folder.startswith(temporary):
         outside = (*outside, temporary)
 
     def note(event: str, arguments: Any) -> None:
@@ -132,11 +162,8 @@ def _note_other_files(recorder: StepRecorder, own: tuple[str, ...]) -> None:
         path, mode, flags = arguments
         path = os.path.abspath(path)
         writes = any(letter in mode for letter in "wax+") if isinstance(mode, str) else (flags or 0) & _WRITING
-        if not writes or path.startswith(own):
-            return
-        recorder.facts.more.setdefault("opened", []).append((recorder.calls, path))
-        if not path.startswith(outside) and "__pycache__" not in path and path not in recorder.facts.written:
-            recorder.facts.written.append(path)
+        if writes and not path.startswith(own):
+            opened(path, not path.startswith(outside) and "__pycache__" not in path)
 
     sys.addaudithook(note)
 

@@ -6,13 +6,13 @@ import dataclasses
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_check.batches import widened
 from accel_check.digests import digests_of, sample_digests
 from accel_check.models import Models, piece_of
 from accel_check.records import TensorPart
+from accel_check.scratch_session import ScratchHook
 from accel_check.training_state import training_state
 from accel_data.hooks import LoaderHook
 from accel_plugins.layers import extract_model_from_parallel, strategy_model
@@ -21,7 +21,6 @@ from accel_plugins.shards import Shards
 from accel_plugins.single.strategy import SingleStrategy
 from accel_plugins.wrapped.optimizer import inner_optimizer
 from accel_state.mesh import ParallelismConfig
-from accel_torch.hooks import Hook
 from accel_torch.loading import load_state
 from accel_torch.saving import save_state
 from accel_torch.step import unscale_gradients
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ("SessionHook",)
 
 
-class SessionHook(Hook):
+class SessionHook(ScratchHook):
     """Records what the sessions of one process do.
 
     Args:
@@ -45,10 +44,10 @@ class SessionHook(Hook):
     """
 
     def __init__(self, recorder: StepRecorder, notes: ResumeNotes | None) -> None:
+        super().__init__(recorder.task.scratch, () if notes is None else (notes.task.checkpoints,))
         self._recorder, self._notes = recorder, notes
         self._session: weakref.ref[Session] | None = None
         self._loaders = 0
-        self._scratch = Path(recorder.task.scratch)
         self._names_automatically = self._loaded = self._begun = False
         self._saves = 0
         self._waiting: int | None = None
@@ -57,18 +56,12 @@ class SessionHook(Hook):
 
     def configure(self, options: Options) -> Options:
         """Keep the run out of the user's folders and trackers; in the run of one process, remove the plan."""
-        project = options.project
-        folders: dict[str, Any] = {
-            name: self._inside(value)
-            for name in ("project_dir", "logging_dir")
-            if (value := getattr(project, name)) is not None
-        }
-        project = dataclasses.replace(project, **folders)
+        options = super().configure(options)
         if self._notes is not None:
             # The folders of both runs are named by `folder_to_save` and `folder_to_load`.
-            self._names_automatically = project.automatic_checkpoint_naming
-            project = dataclasses.replace(project, automatic_checkpoint_naming=False)
-        options = options._replace(project=project, log_with=())
+            self._names_automatically = options.project.automatic_checkpoint_naming
+            project = dataclasses.replace(options.project, automatic_checkpoint_naming=False)
+            options = options._replace(project=project)
         if not self._recorder.task.is_reference:
             return options
         has_axes = options.parallelism_config is not None or "ACCELERATE_USE_PARALLELISM_CONFIG" in os.environ
@@ -139,18 +132,15 @@ class SessionHook(Hook):
         """The counterpart of a folder in the scratch folder."""
         if output_dir is None and self._names_automatically:
             self._saves += 1
-            return str(self._scratch / f"checkpoint_{self._saves}")
-        return None if output_dir is None else self._inside(output_dir)
+            output_dir = os.path.join(self.scratch, f"checkpoint_{self._saves}")
+        return super().folder_to_save(session, output_dir)
 
     def folder_to_load(self, session: Session, input_dir: Any, missing_ok: bool) -> Any:
         """The counterpart in the scratch folder; the folder itself if it has none and must exist."""
         resume = self._notes
-        if input_dir is None:
-            if resume is None or not self._names_automatically:
-                return None
-            return resume.task.checkpoint or str(self._scratch / "checkpoint_0")
-        inside = self._inside(input_dir)
-        return inside if missing_ok or Path(inside).exists() else input_dir
+        if input_dir is None and resume is not None and self._names_automatically:
+            return resume.task.checkpoint or os.path.join(self.scratch, "checkpoint_0")
+        return super().folder_to_load(session, input_dir, missing_ok)
 
     # ------------------------------------------------------------------ resumed runs
 
@@ -242,11 +232,6 @@ class SessionHook(Hook):
         """A fact about the run of several processes."""
         other = self._recorder.other
         return None if other is None or not other.ranks else other.ranks[0].more.get(name)
-
-    def _inside(self, folder: Any) -> str:
-        text, resume = os.path.abspath(os.fspath(folder)), self._notes
-        own = (str(self._scratch), *([] if resume is None else [resume.task.checkpoints]))
-        return text if text.startswith(own) else str(self._scratch / text.lstrip(os.sep))
 
 
 def _alike(mesh: Any, rank: int) -> list[int]:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from accel_check.recorder import StepRecorder
     from accel_check.resume_notes import ResumeNotes
 
-__all__ = ("follow_sessions", "refuse_sessions")
+__all__ = ("follow_sessions",)
 
 
 def follow_sessions(recorder: StepRecorder, notes: ResumeNotes | None) -> None:
@@ -35,21 +35,3 @@ def follow_sessions(recorder: StepRecorder, notes: ResumeNotes | None) -> None:
             return hook.configure(options)
 
     PROCESS_HOOKS.append(Follow())
-
-
-def refuse_sessions() -> None:
-    """End a script that uses the Accelerator, whose processes agree through a store that a plan has not."""
-    if importlib.util.find_spec("accel_torch") is None:
-        return
-    from accel_torch.hooks import PROCESS_HOOKS, Hook
-
-    class Refuse(Hook):
-        """Refuses every session."""
-
-        def configure(self, options: Any) -> Any:
-            """End the script."""
-            raise SystemExit(
-                "the script uses the Accelerator: `accel estimate-memory --training` estimates plans of such scripts"
-            )
-
-    PROCESS_HOOKS.append(Refuse())

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from accel_state.errors import Missing
+from accel_state.errors import Missing, SettingError
 from accel_state.plugins import Interface, Plugin, PluginGroup
+from accel_state.settings.schema import closest
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -36,9 +37,11 @@ BUILT_IN: Final = (
     ("explain", "accel_cli.commands.explain:COMMAND", "show the settings of a launch and the source of each"),
     ("doctor", "accel_cli.commands.doctor:COMMAND", "find problems of a run before it starts"),
     ("test", "accel_cli.commands.test:COMMAND", "test processes, collectives, loaders and training on this machine"),
+    ("runs", "accel_cli.commands.runs:COMMAND", "show, compare, report, repeat and replay runs"),
     ("backends", "accel_cli.commands.backends:COMMAND", "list the installed backends and whether they work here"),
     ("env", "accel_cli.commands.env:COMMAND", "show versions and settings for a bug report"),
     ("checkpoint", "accel_cli.commands.checkpoint:COMMAND", "list, verify, prune, describe and copy checkpoints"),
+    ("mcp", "accel_cli.commands.mcp:COMMAND", "serve run status, reports, settings and checks to a language model"),
     ("completion", "accel_cli.commands.completion:COMMAND", "print a completion script for a shell"),
     ("tpu-config", "accel_cli.commands.tpu_config:COMMAND", "run commands on every machine of a TPU pod"),
 )
@@ -47,6 +50,10 @@ BUILT_IN: Final = (
 
 _SEPARATE: Final = dict.fromkeys(("check-parity", "check-plan", "check-resume"), "accel-check")
 """Commands of this project in packages of their own, which a user may call without having the package."""
+
+
+_MEANT: Final = ("execute", "run", "start", "train")
+"""Words for what `accel launch` does."""
 
 
 class Command(Protocol):
@@ -60,7 +67,10 @@ class Command(Protocol):
         """One line that says what the command does."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Declare the command's arguments."""
+        """Declare the command's arguments.
+
+        A command may also have `examples`, a tuple of arguments that work; its help text ends with them.
+        """
 
     def run(self, arguments: Namespace) -> int:
         """Do the work and return the exit code; an `AccelError` becomes a message and exit code 2."""
@@ -113,11 +123,13 @@ def find_command(name: str) -> Command:
     """Load a command.
 
     Raises:
-        SettingError: there is no command with that name.
+        SettingError: there is no command with that name; the message names the nearest.
         Missing: it belongs to a package that is not installed.
         PluginError: several packages provide it, or it cannot be loaded.
     """
     failed, commands, conversions = f"Cannot run `accel {name}`.", COMMANDS.names(), CONVERSIONS.names()
+    if name not in commands and closest(name, (*commands, *conversions, *_MEANT)) in _MEANT:
+        raise SettingError(failed, "There is no such command.", "Did you mean `accel launch`? It starts a script.")
     if name in _SEPARATE and name not in commands:
         raise Missing(
             failed,

@@ -93,6 +93,7 @@ def _call(command: Command, prog: str, arguments: list[str]) -> int:
 
     parser = Parser(prog, printable(command.help[:1].upper() + command.help[1:] + "."))
     command.add_arguments(parser)
+    parser.add_examples(getattr(command, "examples", ()))
     try:
         parsed = parser.parse_args(arguments)
     except SystemExit as leaving:

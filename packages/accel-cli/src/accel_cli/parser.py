@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import OPTIONAL, Action, ArgumentParser, HelpFormatter
+from collections.abc import Iterable
 from typing import Any, Final
 
 from accel_state.errors import SettingError
@@ -38,6 +39,13 @@ class Parser(ArgumentParser):
         """
         raise SettingError(f"Cannot run `{self.prog}`.", f"{_sentence(message)}.", self._remedy(message))
 
+    def add_examples(self, examples: Iterable[str]) -> None:
+        """Ends the help text with lines of arguments that work."""
+        lines = [f"  {self.prog} {example}".rstrip() for example in examples]
+        if lines:
+            before = [self.epilog, ""] if self.epilog else []
+            self.epilog = "\n".join([*before, "examples:", *lines])
+
     def _get_values(self, action: Action, arg_strings: list[str]) -> Any:
         """The value of an option or argument; argparse drops `--` after an equals sign, which is a value here."""
         if action.option_strings and action.nargs in (None, OPTIONAL) and arg_strings == ["--"]:
@@ -71,6 +79,12 @@ class _Formatter(HelpFormatter):
     def __init__(self, prog: str, **options: Any) -> None:
         # Otherwise argparse imports a library to get the width, for each option.
         super().__init__(prog, **{"width": _columns(), "max_help_position": 30, **options})
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        # A text of several lines is not a paragraph: examples have one line each.
+        if "\n" in text:
+            return "\n".join(f"{indent}{line}" for line in text.splitlines())
+        return super()._fill_text(text, width, indent)
 
     def _format_action_invocation(self, action: Action) -> str:
         if not action.option_strings:

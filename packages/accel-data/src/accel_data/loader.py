@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset
 from accel_data.adapter import DataLoaderAdapter
 from accel_data.batches import samples_in
 from accel_data.hooks import BatchPauses, DeviceTransfer, LoaderHook, accompanied, with_hook
+from accel_data.kept_batches import KeptBatches
 from accel_data.loader_state import load_loader_state, loader_state
 from accel_data.order import RNGState
 from accel_data.padding import PaddedBatch
@@ -55,7 +56,9 @@ _FLAT_TYPES: Final = frozenset({torch.Tensor, dict, list, tuple})
 """Types of batches with a fast check of their device."""
 _OWN_MODULES: Final = "accel_data."
 """Modules whose data sets wrap a data set of the script."""
-_ATTACHED: Final = frozenset({"between_batches", "device_transfer", "epoch_reader", "hook", "pauses", "stand_in"})
+_ATTACHED: Final = frozenset(
+    {"between_batches", "device_transfer", "epoch_reader", "hook", "keeps_batches", "pauses", "stand_in"}
+)
 """Attributes that belong to the run of this process, so that they are neither copied nor pickled."""
 
 
@@ -129,6 +132,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             does. Called with the loader at the beginning of an epoch. It returns an iterator over the epoch's batches
             in host memory, which sets `progress.iteration` before it yields a batch, or None to let the loader read
             this epoch itself. The loader moves the batches to its device and reads none ahead.
+        keeps_batches: whether batches are kept until `Iteration.kept` is marked, so that the loop can be taken back.
         stand_in: returns a context manager around a step in which some processes have stand-ins; None if nothing is to
             be put back after it. Called with the samples of each process, and the index of this one.
     """
@@ -148,6 +152,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     device_transfer: DeviceTransfer | None = None
     hook: LoaderHook | None = None
     pauses: BatchPauses | None = None
+    keeps_batches: bool = False
     epoch_reader: Callable[[PreparedLoader], Iterator[Any] | None] | None = None
     _non_blocking: bool = False
     _drop_last: bool = False
@@ -328,8 +333,19 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 del batch
                 if between is not None and (pauses is None or pauses.used):
                     between(False)
+                    current, failure = self._going_on(iteration, current, failure)
             if failure:
                 self._raise_explained(failure.pop())
+
+    def _going_on(self, iteration: Iteration, current: Any, failure: list[Exception]) -> tuple[Any, list[Exception]]:
+        """The next batch and the error of reading it; other ones if the loop was taken back."""
+        if iteration.kept is None or not iteration.is_taken_back:
+            return current, failure
+        iteration.is_taken_back = False
+        try:
+            return next(iteration.kept, NO_BATCH), []
+        except Exception as error:
+            return NO_BATCH, [error]
 
     def _follow(self, iteration: Iteration) -> None:
         """Make an iterator the current one of this loader, and this loader that of the gradient state."""
@@ -349,11 +365,14 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self._raise_explained(error)
         iteration.begin(steps, samples, source.step_size, remainder)
         batches, transfer = source.open(at, replay), self.device_transfer
-        if transfer is None:
-            return batches
-        # Prefetching in another thread must not draw from this process's generators, nor call collectives.
-        ahead = source.local is source and self.base_dataloader.num_workers > 0
-        return _transferred(batches, transfer, ahead)
+        if transfer is not None:
+            # Prefetching in another thread must not draw from this process's generators, nor call collectives.
+            ahead = source.local is source and self.base_dataloader.num_workers > 0
+            batches = _transferred(batches, transfer, ahead)
+        if self.keeps_batches:
+            stays = _everything if self.device is None else _on(self.device)
+            batches = iteration.kept = KeptBatches(batches, source.padded, stays, iteration.expect)
+        return batches
 
     def _first(self, batches: Iterator[Any], resumed: bool) -> Any:
         try:
@@ -392,6 +411,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             elif source.processes == 1:
                 count = samples_in(last)
                 iteration.remainder = -1 if count is None or count > size else count % size
+        if iteration.kept is not None and iteration.kept.ends_early:
+            # What was read last, and may be incomplete, was left out.
+            iteration.remainder = 0
 
     def _warn_of_wrong_length(self, epoch: int, received: int) -> None:
         base = self.base_dataloader
@@ -582,7 +604,7 @@ class _OpenEpoch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         loader, iteration = self._loader, self.iteration
-        epoch, received = iteration.epoch, iteration.received
+        epoch, received = iteration.epoch, iteration.received if iteration.kept is None else iteration.kept.read
         if kind is GeneratorExit and iteration.end_of_dataloader:
             loader.gradient_state.left = loader
         loader.progress.leave(iteration, finished=kind is None)
@@ -659,6 +681,10 @@ class SkipDataLoader(DataLoaderShard):
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+
+
+def _everything(tensor: Any) -> bool:
+    return True
 
 
 def _on(device: torch.device) -> Callable[[Any], bool]:

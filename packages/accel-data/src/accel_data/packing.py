@@ -20,7 +20,7 @@ __all__ = ("PackedDataset", "count_labels", "packed_attention_mask")
 class PackedDataset(Dataset[dict[str, Tensor]]):
     """Items of at most `max_tokens` tokens, each of which has several samples of a data set.
 
-    The samples are dicts of 1-D tensors of one length. An item has their values one behind the other, and:
+    The samples are dicts of 1-D tensors, or lists, of one length. An item has their values one behind the other, and:
 
     - `position_ids`: (tokens,), int64: the position of a token in its sample;
     - `sequence_ids`: (tokens,), int64: the number of its sample in the item;
@@ -104,7 +104,8 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     def __getitem__(self, item: int) -> dict[str, Tensor]:
         indices = self.samples(item)
         samples = [self.dataset[index] for index in indices]
-        keys = tuple(samples[0]) if self.keys is None else self.keys
+        keys = self.keys or tuple(samples[0])
+        samples = [_values(index, sample, keys) for index, sample in zip(indices, samples, strict=True)]
         lengths = torch.tensor([len(sample[keys[0]]) for sample in samples])
         if int(lengths.sum()) > self.max_tokens:
             raise DataError(
@@ -117,6 +118,29 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         packed["sequence_ids"] = torch.arange(len(indices)).repeat_interleave(lengths)
         packed["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
         return packed
+
+
+def _values(index: int, sample: Any, keys: Sequence[str]) -> dict[str, Tensor]:
+    """The values of a sample that are packed.
+
+    Raises:
+        DataError: it lacks one of them, or they are not 1-D and of one length.
+    """
+    if not isinstance(sample, Mapping):
+        obstacle = f"It is of type {type(sample).__name__}, not a dict."
+    elif missing := [key for key in keys if key not in sample]:
+        obstacle = f"It has no value {missing[0]!r}, but {', '.join(map(repr, sample))}."
+    else:
+        values = {key: torch.as_tensor(sample[key]) for key in keys}
+        shapes = {key: tuple(value.shape) for key, value in values.items()}
+        if len(set(shapes.values())) == 1 and all(len(shape) == 1 for shape in shapes.values()):
+            return values
+        obstacle = f"Its values have the shapes {shapes}."
+    raise DataError(
+        f"Cannot pack sample {index}.",
+        obstacle,
+        "Give dicts of 1-D tensors or lists with one value for each token, and the names of these values as `keys`.",
+    )
 
 
 def packed_attention_mask(sequence_ids: Tensor, causal: bool = False) -> Tensor:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from accel_data.kept_batches import KeptBatches
 from accel_data.order import RNGState
 from accel_data.sharding import Padding
 
@@ -54,16 +55,21 @@ class Iteration:
         base: torchdata's state after the last yielded batch.
         final_base: torchdata's state at the end of the epoch, once it is known that no batch follows.
         rng_state: the random state that determines the order of its epoch; None when it is unknown.
+        kept: the batches that the loop can receive again; None if they are not kept.
+        is_taken_back: whether the loop is to receive some again.
     """
 
     __slots__ = (
         "_first_samples",
         "_first_steps",
+        "_promised",
         "_step_size",
         "base",
         "end_of_dataloader",
         "epoch",
         "final_base",
+        "is_taken_back",
+        "kept",
         "padding",
         "remainder",
         "rng_state",
@@ -78,6 +84,9 @@ class Iteration:
         self.base: dict[str, Any] | None = None
         self.final_base: dict[str, Any] | None = None
         self.rng_state: RNGState | None = None
+        self.kept: KeptBatches | None = None
+        self.is_taken_back = False
+        self._promised = -1
         self._step_size: int | None = None
         self.move_to(0, 0)
 
@@ -97,9 +106,20 @@ class Iteration:
         """
         self.end_of_dataloader = False
         self.base = self.final_base = self.padding = None
-        self.remainder = remainder
+        self.remainder = self._promised = remainder
         self._step_size = step_size
         self.move_to(steps, samples)
+
+    def expect(self, number: int) -> None:
+        """Set the position to that before a batch, counted from the beginning of the iteration."""
+        self.steps = self._first_steps + number
+
+    def take_back(self, left_out: Collection[int]) -> None:
+        """Take the loop back to the mark of the kept batches, without those of some numbers."""
+        if self.kept is not None:
+            self.expect(self.kept.take_back(left_out) + 1)
+            self.is_taken_back = True
+            self.end_of_dataloader, self.remainder, self.final_base = False, self._promised, None
 
     @property
     def received(self) -> int:

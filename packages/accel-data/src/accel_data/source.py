@@ -112,9 +112,15 @@ class Source:
         return max(len(self.local.base) - self.skipped()[0], 0)
 
     def remainder(self, start: int | None) -> int:
-        """Real samples of an incomplete last step by the length; 0 when it is complete, -1 when unknown or dropped."""
+        """Real samples of an incomplete last step by the length; -1 when unknown or dropped.
+
+        0 when this process's last step is complete; without padding, others may have a batch after it.
+        """
         length, size = self.length(), self.step_size
-        return -1 if length is None or not size or self.drops_last else max(length - (start or 0), 0) % size
+        if length is None or not size or self.drops_last:
+            return -1
+        tail = max(length - (start or 0), 0) % size
+        return tail if self.pads or tail > self.index * size // self.processes else 0
 
     def shortage(self) -> str | None:
         """Why an epoch of the reported length has no samples for a process, or None."""

@@ -122,13 +122,17 @@ class TokenBatchSampler(Sampler[list[int]]):
         """
         samples = self._buckets.samples(self._generator("samples"))
         left: Tensor | None = None
-        for part, (earlier, steps) in enumerate(self._done):
+        done, first = self._done, 0
+        if done and done[-1][0] == processes:
+            # On as many processes as before, the plan goes on.
+            *done, (_, first) = done
+        for part, (earlier, steps) in enumerate(done):
             plan = self._plan(earlier, left)
             rest = [plan.batch(number) for step in self._in_order(plan, part)[steps:] for number in step]
             left = torch.cat([torch.arange(0), *rest]).sort().values.long()
             start -= steps
         plan = self._plan(processes, left)
-        for step in islice(self._in_order(plan, len(self._done)), max(start, 0), None):
+        for step in islice(self._in_order(plan, len(done)), max(start, first), None):
             yield [samples[plan.batch(number).long()].tolist() for number in step]
 
     def _plan(self, processes: int, left: Tensor | None = None) -> TokenPlan:

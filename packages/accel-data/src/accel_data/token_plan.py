@@ -16,6 +16,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from heapq import heapreplace
 from itertools import pairwise
+from numbers import Integral
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -43,18 +44,24 @@ def as_lengths(lengths: Any, max_tokens: int) -> Tensor:
     """Lengths as a tensor; a sample without tokens counts as one token.
 
     Raises:
-        SettingError: the limit is not positive, a length is negative, or above the limit.
+        SettingError: the limit is not a positive integer, a length is not an integer, negative, or above the limit.
     """
-    if max_tokens < 1:
+    if not isinstance(max_tokens, Integral) or max_tokens < 1:
         raise SettingError(
-            f"Cannot fill batches up to max_tokens={max_tokens}.", "It must be at least 1.", "Give a larger limit."
+            f"Cannot fill batches up to max_tokens={max_tokens!r}.",
+            "It must be an integer of at least 1.",
+            "Give the number of tokens that fit into a batch.",
         )
-    tokens = torch.as_tensor(lengths)
+    try:
+        tokens = torch.as_tensor(lengths)
+        obstacle = f"The lengths are of shape {tuple(tokens.shape)} and of type {tokens.dtype}."
+    except (TypeError, ValueError, RuntimeError) as error:
+        tokens, obstacle = torch.zeros(()), f"The lengths are of type {type(lengths).__name__}: {error}."
     if tokens.ndim != 1 or (tokens.numel() and tokens.is_floating_point()):
         raise SettingError(
             "Cannot plan batches by tokens.",
-            f"The lengths are of shape {tuple(tokens.shape)} and of type {tokens.dtype}.",
-            "Give one integer for each sample.",
+            obstacle,
+            "Give a list, an array or a tensor with one integer for each sample.",
         )
     tokens = tokens.to("cpu", torch.int64)
     wrong = ((tokens > max_tokens) | (tokens < 0)).nonzero().flatten()
@@ -219,6 +226,8 @@ def _longest_first(lengths: list[int], bins: int) -> tuple[array[int], list[int]
 
 def _by_bin(bin_of_place: array[int], bins: int) -> tuple[Tensor, list[int]]:
     """The places bin by bin, and where in them each bin begins, with the end of the last one."""
+    if not bins:
+        return torch.arange(0), [0]
     of_place = torch.frombuffer(bin_of_place, dtype=torch.int32)
     starts = torch.bincount(of_place, minlength=bins).cumsum(0).tolist()
     return torch.argsort(of_place, stable=True), [0, *starts]
@@ -268,6 +277,8 @@ def best_fit(lengths: Tensor, capacity: int) -> tuple[Tensor, list[int]]:
 
 def _arranged(places: Tensor, ranges: Sequence[tuple[int, int]], steps: list[list[int]]) -> TokenPlan:
     """The plan with its batches in the order of the steps."""
+    if not steps:
+        return TokenPlan(places[:0].int(), [0], [])
     used = [ranges[number] for step in steps for number in step if number >= 0]
     sizes = torch.tensor([stop - start for start, stop in used])
     first = torch.tensor([start for start, _ in used])

@@ -19,13 +19,13 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
 from accel_ops.dtensors import full_tensor
 from accel_ops.groups import Group, members_of
-from accel_ops.packing import PackedLayout
+from accel_ops.packing import PackedLayout, contiguous
 from accel_ops.tree import TreeSpec, flatten, leaves_with_paths
 from accel_state import current
 from accel_state.errors import SettingError, UnknownKind
@@ -33,7 +33,7 @@ from accel_state.protocol.call import HeaderCall
 from accel_state.protocol.description import CallDescription, fingerprint_of
 from accel_state.protocol.header import EagerHeader
 from accel_state.protocol.state import add_group_state, protocol_state
-from accel_state.transport.base import LocalTransport, Transport
+from accel_state.transport.base import LocalTransport, Transport, Work
 from accel_state.watch.calls import Call
 
 __all__ = (
@@ -50,6 +50,9 @@ __all__ = (
     "transport_of",
     "where_is_everyone",
 )
+
+T = TypeVar("T")
+P = TypeVar("P")
 
 LARGE: Final = 256 * 1024
 """Bytes above which a leaf is sent separately, directly into its final tensor; below, packing leaves is faster."""
@@ -113,7 +116,7 @@ def check_leaf(path: str, leaf: torch.Tensor, operation: str) -> None:
         obstacle, remedy = "a quantized tensor", "Pass its .int_repr() or .dequantize() instead."
     elif leaf.is_meta:
         obstacle, remedy = "a meta tensor, which has no contents", "Materialise it first, for example with .to_empty()."
-    elif type(leaf).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    elif type(leaf).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not _has_no_values(leaf):
         obstacle, remedy = f"of the tensor subclass {type(leaf).__name__}", "Pass its plain tensors instead."
     else:
         return
@@ -122,6 +125,12 @@ def check_leaf(path: str, leaf: torch.Tensor, operation: str) -> None:
         f"{f'The leaf {path}' if path else 'The value'} is {obstacle}.",
         remedy,
     )
+
+
+def _has_no_values(leaf: torch.Tensor) -> bool:
+    """Whether a tensor stands for a plain one in a plan. Imports nothing, as `is_dtensor`."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(leaf, module.FakeTensor)
 
 
 def check_divisible(path: str, leaf: torch.Tensor, operation: str, count: int) -> None:
@@ -287,6 +296,13 @@ class Plan:
         """An uninitialised buffer for the small leaves, on their device."""
         return torch.empty(self.layout.nbytes, dtype=torch.uint8, device=leaves[0].device)
 
+    def in_order(self, small: Sequence[torch.Tensor], large: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Results of the small and of the large leaves, in the order of the leaves."""
+        results: list[Any] = [None] * len(self.order)
+        for position, result in zip((*self.small, *self.large), (*small, *large), strict=True):
+            results[position] = result
+        return results
+
     def on_devices(self, results: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Move results to the devices of the original leaves."""
         if not self.devices:
@@ -405,6 +421,43 @@ class CheckedCall(HeaderCall):
                 plan.layout.write([leaves[position] for position in plan.small], own)
         self._exchange_headers(plan.fingerprint, plan.description, 0)
         return parts
+
+    def exchange(
+        self,
+        plan: Plan,
+        leaves: Sequence[torch.Tensor],
+        prepare: Callable[[torch.Tensor], tuple[Callable[[], Work], T]],
+        prepare_packed: Callable[[torch.Tensor], tuple[Callable[[], Work], P]],
+        *,
+        sends: bool = True,
+    ) -> tuple[Sequence[torch.Tensor] | P, list[T]]:
+        """Exchange headers, and move all leaves: the small ones in the header or packed, each large one by itself.
+
+        Args:
+            plan: plan of this process.
+            leaves: all leaves.
+            prepare: allocates what moving a contiguous tensor needs, before the exchange of headers, which tells the
+                other processes of a failure; returns the start of the move, and its result.
+            prepare_packed: the same for the packed leaves, uint8 of shape (layout.nbytes,).
+            sends: whether this process sends its small leaves; otherwise it only receives them.
+
+        Returns:
+            The small leaves: those of all processes as `agree` returns them, if they fit into the header, else the
+            result of `prepare_packed`; and the results of `prepare`.
+        """
+        moves = [prepare(contiguous(leaves[position])) for position in plan.large]
+        results = [result for _, result in moves]
+        starts = [start for start, _ in moves]
+        packed: P | None = None
+        if not self.fits(plan):
+            start, packed = prepare_packed(plan.pack(leaves) if sends else plan.empty_pack(leaves))
+            starts.append(start)
+        parts = self.agree(plan, leaves if sends else None, moves=bool(starts))
+        self.wait([start() for start in starts])
+        if packed is not None:
+            return packed, results
+        assert parts is not None
+        return parts, results
 
     def small_leaves(self, plan: Plan, rank: int) -> list[torch.Tensor]:
         """After `agree`: the small leaves of one process, if they fit, as views that are valid inside this call."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from accel_ops.checked_call import (
     CheckedCall,
-    Plan,
     check_alone,
     check_divisible,
     check_leaf,
@@ -21,7 +21,7 @@ from accel_ops.checked_call import (
 from accel_ops.dtensors import write_full_tensor
 from accel_ops.groups import Group
 from accel_ops.objects import dumps, loads
-from accel_ops.packing import PackedLayout, as_bytes, contiguous, gathered_shape
+from accel_ops.packing import PackedLayout, as_bytes, gathered_shape
 from accel_ops.reduction import reduce_scatter
 from accel_ops.tree import (
     TensorInformation,
@@ -72,8 +72,19 @@ def gather(tensor: Any, dst: int | None = None, *, differentiable: bool = False,
     with CheckedCall(transport, "gather", dst=dst) as call:
         to = None if dst is None else index_of("gather", "dst", dst, transport)
         plan, leaves = call.plan(tensor)
-        gathered = _gather(call, transport, plan, leaves, to)
-        return rebuild(tensor, plan.on_devices(gathered)) if to in (None, transport.rank) else None
+
+        def prepare(leaf: torch.Tensor) -> tuple[Callable[[], Work], torch.Tensor | None]:
+            return _collection(transport, leaf, gathered_shape(leaf.shape, transport.world_size), to)
+
+        def prepare_packed(packed: torch.Tensor) -> tuple[Callable[[], Work], Sequence[torch.Tensor]]:
+            start, rows = _collection(transport, packed, (transport.world_size, packed.numel()), to)
+            return start, () if rows is None else plan.layout.parts(rows)
+
+        parts, large = call.exchange(plan, leaves, prepare, prepare_packed)
+        if to not in (None, transport.rank):
+            return None
+        gathered = plan.in_order(plan.layout.join(parts), [leaf for leaf in large if leaf is not None])
+        return rebuild(tensor, plan.on_devices(gathered))
 
 
 def broadcast(tensor: Any, src: int | None = None, *, group: Group = None) -> Any:
@@ -106,11 +117,21 @@ def broadcast(tensor: Any, src: int | None = None, *, group: Group = None) -> An
             if type(target) is not torch.Tensor and is_dtensor(target):
                 check_writable(target)
         plan, leaves = call.plan_of(tensor, targets, spec)
-        small, large = _broadcast(call, transport, plan, leaves, origin)
-        pairs = list(zip([targets[position] for position in plan.small], small, strict=False))
-        large_targets = [targets[position] for position in plan.large]
-        pairs += [pair for pair in zip(large_targets, large, strict=False) if not _is_same_memory(*pair)]
-        _overwrite(pairs)
+        sends = transport.rank == origin
+
+        def prepare(buffer: torch.Tensor) -> tuple[Callable[[], Work], torch.Tensor]:
+            return partial(transport.broadcast, as_bytes(buffer), origin), buffer
+
+        packed, large = call.exchange(plan, leaves, prepare, prepare, sends=sends)
+        if not sends:
+            small = (
+                plan.layout.split(plan.layout.parts(packed), copy=False)
+                if isinstance(packed, torch.Tensor)
+                else call.small_leaves(plan, origin)
+            )
+            pairs = list(zip([targets[position] for position in plan.small], small, strict=True))
+            in_place = zip([targets[position] for position in plan.large], large, strict=True)
+            _overwrite([*pairs, *(pair for pair in in_place if not _is_same_memory(*pair))])
         return tensor
 
 
@@ -240,63 +261,17 @@ class _Gather(torch.autograd.Function):
         return None, None, *(next(parts).view(shape) if flows else None for shape, flows in own)
 
 
-def _gather(
-    call: CheckedCall, transport: Transport, plan: Plan, leaves: Sequence[torch.Tensor], dst: int | None
-) -> list[torch.Tensor]:
-    """The gathered leaves; empty on processes that do not need them."""
-    wanted = dst is None or dst == transport.rank
-    outputs = [_gathered(leaves[position], transport.world_size) if wanted else None for position in plan.large]
-    inputs = [as_bytes(contiguous(leaves[position])) for position in plan.large]
-    targets = [None if output is None else as_bytes(output).view(transport.world_size, -1) for output in outputs]
-    packed = None if call.fits(plan) else plan.pack(leaves)
-    rows = None if packed is None else packed.new_empty(transport.world_size, packed.numel())
-    if packed is not None:
-        inputs.append(packed)
-        targets.append(rows if wanted else None)
-    parts = call.agree(plan, leaves, moves=bool(inputs))
-    if rows is not None:
-        parts = plan.layout.parts(rows)
-    call.wait([_collect(transport, into, tensor, dst) for into, tensor in zip(targets, inputs, strict=True)])
-    if not wanted:
-        return []
-    assert parts is not None
-    results: list[Any] = [None] * len(leaves)
-    for position, joined in zip(plan.small, plan.layout.join(parts), strict=True):
-        results[position] = joined
-    for position, output in zip(plan.large, outputs, strict=True):
-        results[position] = output
-    return results
-
-
-def _gathered(leaf: torch.Tensor, world_size: int) -> torch.Tensor:
-    return torch.empty(gathered_shape(leaf.shape, world_size), dtype=leaf.dtype, device=leaf.device)
-
-
-def _collect(transport: Transport, rows: torch.Tensor | None, tensor: torch.Tensor, dst: int | None) -> Work:
-    """Start to gather `tensor` of every process into its row, on all processes or on one."""
+def _collection(
+    transport: Transport, tensor: torch.Tensor, shape: Sequence[int], dst: int | None
+) -> tuple[Callable[[], Work], torch.Tensor | None]:
+    """The start of gathering `tensor` of every process into a new tensor of this shape, on all processes or on one."""
+    if dst not in (None, transport.rank):
+        return partial(transport.gather, None, as_bytes(tensor), dst), None
+    gathered = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    rows = as_bytes(gathered)
     if dst is None:
-        assert rows is not None
-        return transport.all_gather(rows.view(-1), tensor)
-    return transport.gather(None if rows is None else list(rows), tensor, dst)
-
-
-def _broadcast(
-    call: CheckedCall, transport: Transport, plan: Plan, leaves: Sequence[torch.Tensor], src: int
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The tensors received from another process, by position in `plan.small` and `plan.large`."""
-    sends = transport.rank == src
-    large = [contiguous(leaves[position]) for position in plan.large]
-    packed = None
-    if not call.fits(plan):
-        packed = plan.pack(leaves) if sends else plan.empty_pack(leaves)
-    moved = large if packed is None else [*large, packed]
-    call.agree(plan, leaves if sends else None, moves=bool(moved))
-    call.wait([transport.broadcast(as_bytes(tensor), src) for tensor in moved])
-    if sends:
-        return [], []
-    if packed is None:
-        return call.small_leaves(plan, src), large
-    return plan.layout.split(plan.layout.parts(packed), copy=False), large
+        return partial(transport.all_gather, rows, as_bytes(tensor)), gathered
+    return partial(transport.gather, list(rows.view(transport.world_size, -1)), as_bytes(tensor), dst), gathered
 
 
 def _overwrite(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
 
 from accel_ops.checked_call import CheckedCall, Plan, check_alone, check_divisible, check_leaf, transport_of
 from accel_ops.groups import Group
-from accel_ops.packing import contiguous
 from accel_ops.tree import rebuild, recursively_apply
 from accel_state.errors import SettingError, UnknownKind
 from accel_state.transport.base import Reduction, Transport, Work
@@ -150,46 +149,29 @@ def _reduce(
     divisor: int,
     scale: float,
 ) -> list[torch.Tensor]:
-    large = [_summand(contiguous(leaves[position])) for position in plan.large]
-    totals = [torch.empty_like(summand) for summand in large]
-    packed = None if call.fits(plan) else plan.pack(leaves)
-    parts = call.agree(plan, leaves, moves=packed is not None or bool(large))
-    parts, sums, works = _begin_sums(transport, plan, parts, packed, op)
-    adding = [_add(transport, summand, op, total) for summand, total in zip(large, totals, strict=True)]
-    call.wait(works)
-    if parts is not None:
-        # Every process adds up the same rows in the same order, so the sums are bitwise equal.
-        sums = [_combined(rows, op) for rows in parts]
-    results: list[Any] = [None] * len(leaves)
-    for segment, total in zip(plan.layout.segments, sums, strict=True):
-        tensors = segment.split(_scaled(total, divisor, scale).to(segment.dtype))
-        for member, tensor in zip(segment.members, tensors, strict=True):
-            results[plan.small[member]] = tensor
-    for position, work, total in zip(plan.large, adding, totals, strict=True):
-        call.wait((work,))
-        results[position] = _scaled(total, divisor, scale).to(leaves[position].dtype)
-    return results
+    def prepare(leaf: torch.Tensor) -> tuple[Callable[[], Work], torch.Tensor]:
+        summand = _summand(leaf)
+        total = torch.empty_like(summand)
+        return partial(_add, transport, summand, op, total), total
 
+    def prepare_packed(packed: torch.Tensor) -> tuple[Callable[[], Work], Sequence[torch.Tensor]]:
+        if _is_gathered(plan, transport):
+            rows = packed.new_empty(transport.world_size, packed.numel())
+            return partial(transport.all_gather, rows.view(-1), packed), plan.layout.parts(rows)
+        # All in one row: the sums are computed in place.
+        sums = [_summand(part) for part in plan.layout.parts(packed)]
+        return lambda: _Together(_add(transport, summand, op) for summand in sums), [total[None] for total in sums]
 
-def _begin_sums(
-    transport: Transport,
-    plan: Plan,
-    parts: Sequence[torch.Tensor] | None,
-    packed: torch.Tensor | None,
-    op: Reduction,
-) -> tuple[Sequence[torch.Tensor] | None, list[torch.Tensor], list[Work]]:
-    """Start to gather or to sum the small leaves, unless the eager headers already contain them.
-
-    Returns:
-        The leaves of all processes, or None; else the buffers for the sums, by segment; and the works to wait for.
-    """
-    if packed is None:
-        return parts, [], []
-    if _is_gathered(plan, transport):
-        rows = packed.new_empty(transport.world_size, packed.numel())
-        return plan.layout.parts(rows), [], [transport.all_gather(rows.view(-1), packed)]
-    sums = [_summand(part) for part in plan.layout.parts(packed)]
-    return None, sums, [_add(transport, summand, op) for summand in sums]
+    # Every process combines the same rows in the same order, so the results are bitwise equal.
+    parts, large = call.exchange(plan, leaves, prepare, prepare_packed)
+    totals = [_scaled(_combined(rows, op), divisor, scale) for rows in parts]
+    small = plan.layout.split(
+        [total.to(segment.dtype) for segment, total in zip(plan.layout.segments, totals, strict=True)]
+    )
+    dtypes = [leaves[position].dtype for position in plan.large]
+    return plan.in_order(
+        small, [_scaled(total, divisor, scale).to(dtype) for total, dtype in zip(large, dtypes, strict=True)]
+    )
 
 
 def _is_gathered(plan: Plan, transport: Transport) -> bool:
@@ -227,6 +209,17 @@ def _add(transport: Transport, values: torch.Tensor, op: Reduction, into: torch.
         values if into is None else into,
         spoilt,
     )
+
+
+class _Together(list[Work]):
+    """Several works as one."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> None:
+        for work in self:
+            work.wait(timeout)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self)
 
 
 class _WithNaN:

@@ -12,7 +12,6 @@ from accel_plugins.manifest import Axis as Axis
 from accel_plugins.manifest import Capabilities as Capabilities
 from accel_plugins.manifest import Manifest as Manifest
 from accel_plugins.manifest import ObjectKind as ObjectKind
-from accel_plugins.memory_plans import MemoryPlans as MemoryPlans
 from accel_plugins.model_part import ModelPart as ModelPart
 from accel_plugins.precision.base import Precision as Precision
 from accel_plugins.precision.config import AORecipeKwargs as AORecipeKwargs

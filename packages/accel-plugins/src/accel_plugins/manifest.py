@@ -235,9 +235,6 @@ class Manifest:
         parameter: the argument of the Accelerator that accepts its settings, such as "fsdp_plugin".
         imports_from_folder: whether the engine's own launcher lets scripts import modules from the working directory,
             so that a launch with this backend does too.
-        memory_plans: a `MemoryPlans` class as "module:class", with which `accel estimate-memory --training` estimates
-            the backend's memory; empty if it is not estimated. `"accel_plugins.memory_plans:MemoryPlans"` describes
-            data parallelism.
         priority: among the backends for which `present` returns True, the highest priority wins.
         tier: 1: trained in tests on a CPU; 2: trained in tests where a GPU is available; 3: contract tests only; None:
             unknown.
@@ -264,7 +261,6 @@ class Manifest:
     switch: Setting | None = None
     parameter: str = ""
     imports_from_folder: bool = False
-    memory_plans: str = ""
     priority: int = 0
     tier: int | None = None
     protocol: int | tuple[int, int] = OLDEST_PROTOCOL
@@ -276,7 +272,7 @@ class Manifest:
                 "A name consists of at most 48 lower-case letters, digits, '-' and '_', and starts with a letter.",
                 "Correct `name` in its Manifest.",
             )
-        optional = {"config": self.config, "present": self.present, "memory_plans": self.memory_plans}
+        optional = {"config": self.config, "present": self.present}
         check_targets("backend", self.name, {"strategy": self.strategy}, optional)
         if self.capabilities.loss_in_forward and not self.capabilities.own_accumulation:
             raise PluginError(

@@ -39,6 +39,7 @@ class PreparedObjects(ObjectsByKind):
 
     Attributes:
         engine: the backend's engine, if one was assigned.
+        guard: the guard of steps, whose history is in a checkpoint; None without one.
         steps_in_backward: whether one of the optimizers updates parameters during backward, as LOMO does.
         save_hooks, load_hooks: called before a checkpoint is written or read.
     """
@@ -60,6 +61,7 @@ class PreparedObjects(ObjectsByKind):
         self.scaler = scaler
         self.custom = list(custom)
         self.engine: Any = None
+        self.guard: Stateful | None = None
         self.steps_in_backward = False
         self._evaluated: list[tuple[int, Any]] = []
         # RemovableHandle needs a weak reference, which a plain dict does not support.

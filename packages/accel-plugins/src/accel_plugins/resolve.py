@@ -22,7 +22,6 @@ from accel_state.settings.run import RunSettings
 
 if TYPE_CHECKING:
     from accel_plugins.context import Context
-    from accel_plugins.memory_plans import MemoryPlans
     from accel_plugins.strategy import Strategy
     from accel_state.current import Process
     from accel_state.mesh import ParallelismConfig
@@ -34,7 +33,6 @@ __all__ = (
     "config_among",
     "configured_precision",
     "for_distributed_models",
-    "memory_plans",
     "settings",
     "strategy_class",
 )
@@ -142,18 +140,6 @@ def strategy_class(manifest: Manifest) -> type[Strategy]:
 
     strategy: type[Strategy] = _part(manifest, manifest.strategy, Interface(subclass_of=Strategy))
     return strategy
-
-
-def memory_plans(manifest: Manifest) -> MemoryPlans:
-    """The memory plans of a backend, from the class that the manifest names.
-
-    Raises:
-        PluginError: the class cannot be imported, or does not create `MemoryPlans`.
-    """
-    from accel_plugins.memory_plans import MemoryPlans
-
-    plans: MemoryPlans = _part(manifest, manifest.memory_plans, Interface(instance_of=MemoryPlans, called=True))
-    return plans
 
 
 def config_among(manifest: Manifest, given: Iterable[object]) -> Any:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from accel_plugins.shards import BatchShare, Shards
     from accel_plugins.transform import Transform
 
-__all__ = ("Strategy",)
+__all__ = ("Strategy", "finite_or_zero")
 
 _NULL_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
 
@@ -250,6 +251,38 @@ class Strategy:
         """
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
+    def norm_with_sums(
+        self, parameters: Sequence[Tensor], sums: Tensor | None, max_norm: float | None = None, norm_type: float = 2.0
+    ) -> Tensor | None:
+        """The total norm of gradients as `clip_norm` returns it, and sums of a few numbers over all processes.
+
+        Called for each step of a run with a guard of steps, after gradients are complete and unscaled. `sums` has
+        numbers of this process, on its device; they are replaced by their sums over all processes. The last one is a
+        place for the norm: it becomes the sum of the norms that the processes have. It is None in a run of one process.
+        Gradients are clipped to `max_norm`, or not at all if it is None; where their norm is not finite they may stay
+        as they are.
+
+        By default this makes one reduction. A strategy whose norm is reduced over all processes anyway overrides it to
+        send both in one message.
+        """
+        norm: Any
+        if self.overrides("clip_norm"):
+            norm = self.clip_norm(parameters, float("inf") if max_norm is None else max_norm, norm_type)
+        else:
+            gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+            if any(map(_IS_SPARSE, gradients)):
+                # They have the norm of their values.
+                gradients = [one.coalesce().values() if one.is_sparse else one for one in gradients]
+            norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+            if max_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, finite_or_zero(norm))
+            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        if sums is not None:
+            if norm is not None:
+                sums[-1] = norm
+            self.context.process.transport.all_reduce(sums).wait()
+        return norm if norm is None or isinstance(norm, torch.Tensor) else torch.tensor(norm)
+
     def clip_value(self, parameters: Iterable[Tensor], value: float) -> None:
         """Clamp every element of the gradients to `[-value, value]`. Called after gradients are complete and
         unscaled."""
@@ -267,6 +300,15 @@ class Strategy:
         for the device.
         """
         return self.context.precision.step(optimizer, closure)
+
+    def leave_out(self, optimizer: Optimizer) -> None:
+        """Clear an optimizer's gradients and forget what was noted about them, because a step is left out.
+
+        Called by the prepared optimizer instead of `step`, on every process. Weights, optimizer and loss scale must
+        stay as they are, and the next step must be that of a run which has never computed these gradients.
+        """
+        self.context.precision.leave_out(optimizer)
+        optimizer.zero_grad(set_to_none=True)
 
     def after_step(self, model: Module | None, optimizer: Optimizer) -> None:
         """Work that follows an optimizer step, such as averaging parameters every few steps.
@@ -411,6 +453,14 @@ class Strategy:
         Called once: by `end_training` of the last Accelerator of the run, or else when the run or the process ends.
         Training has finished; `unwrap`, `state_dict` and `save` may still be called.
         """
+
+
+def finite_or_zero(norm: Tensor) -> Tensor:
+    """The norm by which gradients are clipped: 0, which leaves them as they are, in place of one that is not finite."""
+    return norm.nan_to_num(nan=0.0, posinf=0.0)
+
+
+_IS_SPARSE: Final = attrgetter("is_sparse")
 
 
 def _complete(tensor: Tensor) -> Tensor:

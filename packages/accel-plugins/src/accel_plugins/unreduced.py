@@ -221,6 +221,10 @@ class AveragingStrategy(Strategy):
         self._begin_step()
         return stepped
 
+    def leave_out(self, optimizer: Optimizer) -> None:
+        super().leave_out(optimizer)
+        self._begin_step()
+
     def _anew(self, closure: Closure) -> Closure:
         """A closure whose gradients are averaged at each call."""
 

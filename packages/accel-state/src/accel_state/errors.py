@@ -6,9 +6,12 @@ what failed, why, and what to do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = (
     "AccelError",
     "AlreadyExists",
+    "BadStep",
     "CheckpointError",
     "CheckpointNameError",
     "CollectiveError",
@@ -18,6 +21,7 @@ __all__ = (
     "Missing",
     "NoAccess",
     "NoState",
+    "NonFiniteStep",
     "NotFound",
     "NotOffered",
     "NotReady",
@@ -26,6 +30,7 @@ __all__ = (
     "ReplicasDiffer",
     "SettingError",
     "ShapeMismatch",
+    "SpikeStep",
     "StoreUnreachable",
     "UnknownKind",
 )
@@ -100,6 +105,31 @@ class PluginError(AccelError, RuntimeError):
 
 class ReplicasDiffer(AccelError, RuntimeError):
     """Raised on every process when processes that should have equal weights and equal positions differ."""
+
+
+class BadStep(AccelError, ArithmeticError):
+    """Base class of the errors that a guard of training steps raises on every process, before weights change.
+
+    Args:
+        failure, obstacle, remedy: see `AccelError`.
+        kind: what caused it: "data", "numerics" or "hardware". The restart policy of a launch reads it.
+        samples: ids of the samples of the step, on the processes where it was bad.
+    """
+
+    def __init__(
+        self, failure: str, obstacle: str = "", remedy: str = "", kind: str = "numerics", samples: Sequence[str] = ()
+    ) -> None:
+        super().__init__(failure, obstacle, remedy)
+        self.kind = kind
+        self.samples = tuple(samples)
+
+
+class NonFiniteStep(BadStep):
+    """Raised when the loss or the gradients of an optimizer step are NaN or infinite."""
+
+
+class SpikeStep(BadStep):
+    """Raised when the loss or the gradient norm of an optimizer step is far above those of the steps before it."""
 
 
 class ShapeMismatch(AccelError, ValueError):

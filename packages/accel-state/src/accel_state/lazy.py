@@ -12,6 +12,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 __all__ = ("lazy_stub",)
@@ -53,7 +54,7 @@ def lazy_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[
         module = next((module for module, each in lines() if each == name), None) or dict(listed()).get(name)
         if module is None or name.startswith("__"):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(module), name)
+        value = getattr(_imported(module, f"{package}.{name}"), name)
         setattr(sys.modules[package], name, value)
         return value
 
@@ -61,3 +62,20 @@ def lazy_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[
         return sorted({*vars(sys.modules[package]), *(each for each, _ in listed())})
 
     return look_up, list_names
+
+
+def _imported(module: str, used: str) -> ModuleType:
+    """Import a module.
+
+    Raises:
+        Missing: it needs torch, which is not installed; only what works on tensors needs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from accel_state.errors import Missing
+
+        failed, remedy = f"Cannot use {used}.", "Install torch, or accel-state[torch]."
+        raise Missing(failed, "It needs torch, which is not installed.", remedy) from None

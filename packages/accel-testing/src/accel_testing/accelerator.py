@@ -28,15 +28,16 @@ from accel_state.settings.environ import to_environment
 from accel_state.settings.schema import settings_of
 from accel_testing.backends import BackendSuite
 from accel_testing.backends.base import Run, needs
-from accel_testing.backends.reference_loop import BATCH, Case, Plain, Training
+from accel_testing.backends.reference_loop import BATCH, Case, Plain, Training, batches
 from accel_torch import (
     Accelerator,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
+    StepGuard,
     TorchDynamoPlugin,
 )
 
-__all__ = ("AcceleratorSuite", "AcceleratorTraining", "CompilingTraining")
+__all__ = ("AcceleratorSuite", "AcceleratorTraining", "CompilingTraining", "GuardedTraining")
 
 
 class AcceleratorTraining(Training):
@@ -154,6 +155,23 @@ class CompilingTraining(AcceleratorTraining):
         return {"dynamo_plugin": TorchDynamoPlugin(backend=DynamoBackend.EAGER)}
 
 
+class GuardedTraining(AcceleratorTraining):
+    """Has a NaN in the loss of the last process at the second step, which a guard leaves out."""
+
+    forwards = 0
+
+    def make_strategy(self, handlers: Sequence[Any]) -> None:
+        """With a guard."""
+        super().make_strategy([*handlers, StepGuard(nonfinite="skip")])
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """NaN at the second step."""
+        self.forwards += 1
+        loss = super().loss(inputs, targets)
+        is_bad = self.forwards == 1 + self.case.accumulation and self.accelerator.is_last_process
+        return loss * float("nan") if is_bad else loss
+
+
 class AcceleratorSuite(BackendSuite):
     """The tests of every backend through an Accelerator, and tests of what only an Accelerator does."""
 
@@ -189,6 +207,31 @@ class AcceleratorSuite(BackendSuite):
             assert answer["is_users_class"]
             assert answer["losses"] == self.near(expected["losses"])
             assert not answer["weights"] or answer["weights"] == self.near(expected["weights"])
+
+    @needs("equal_replicas", "exact_gradients")
+    @pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.1, "accumulation": 2}], ids=["plain", "clipped windows"])
+    def test_a_step_that_a_guard_leaves_out_changes_nothing(self, run: Run, changes: dict[str, Any]) -> None:
+        """A NaN of one process: all processes leave out the step, and train on as if it had not been."""
+        if self.capabilities.own_precision or self.capabilities.elastic:
+            pytest.skip(f"{self.manifest.name} makes its steps itself, or with a changing number of processes")
+        case = self.case(**changes)
+        plain = Plain(case).run([batch for number, batch in enumerate(batches(case)) if number != 1])
+        guarded = case.but(training="accel_testing.accelerator:GuardedTraining")
+        for answer in run(train_guarded, guarded):
+            assert answer["events"] == [[2, "nonfinite", "skip"]]
+            assert not answer["weights"] or answer["weights"] == self.near(plain.weights())
+
+    @needs("exact_gradients")
+    def test_the_norm_comes_with_sums_over_all_processes(self, run: Run) -> None:
+        """`norm_with_sums` returns what `clip_norm` returns, clips alike, and adds up numbers over the processes."""
+        if self.capabilities.own_precision or self.capabilities.elastic:
+            pytest.skip(f"{self.manifest.name} clips itself, or has a changing number of processes")
+        answers = run(norms_with_sums, self.case())
+        for answer in answers:
+            assert answer["norms"] == self.near([answer["expected"]] * 2)
+            assert answer["clipped"] == self.near(min(answer["expected"], 0.01))
+            total = sum(range(1, len(answers) + 1))
+            assert answer["sums"] == self.near([total, len(answers), answer["expected"] * len(answers)])
 
     def test_settings_reach_the_strategy_through_the_environment(self, run: Run) -> None:
         """Values for `config`, preferably not the defaults."""
@@ -259,6 +302,30 @@ def train_compiled(case: Case) -> dict[str, Any]:
         "losses": losses,
         "weights": training.weights(),
     }
+
+
+def train_guarded(case: Case) -> dict[str, Any]:
+    """The events of a guarded run, and its weights."""
+    training: Any = case.open()
+    training.train()
+    events = [[event.step, event.kind, event.action] for event in training.accelerator.guard.events]
+    return {"events": events, "weights": training.weights()}
+
+
+def norms_with_sums(case: Case) -> dict[str, Any]:
+    """Norms of the same gradients, by `clip_norm` and by `norm_with_sums`, before and after they are clipped."""
+    training: Any = case.open()
+    training.backward(next(iter(batches(case))))
+    training.complete_gradients()
+    strategy, parameters = training.strategy, list(training.model.parameters())
+    device = training.process.device
+    sums = torch.tensor([training.process.rank + 1.0, 1.0, 0.0], device=device)
+    norms = [strategy.norm_with_sums(parameters, sums)]
+    expected = float(strategy.clip_norm(parameters, float("inf")))
+    again = torch.zeros(1, device=device)
+    norms.append(strategy.norm_with_sums(parameters, again, 0.01))
+    clipped = float(strategy.norm_with_sums(parameters, torch.zeros(1, device=device)))
+    return {"norms": [float(norm) for norm in norms], "expected": expected, "clipped": clipped, "sums": sums.tolist()}
 
 
 def settings_from_environment(case: Case, variables: dict[str, str]) -> dict[str, str]:

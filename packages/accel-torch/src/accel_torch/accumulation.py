@@ -6,7 +6,7 @@ state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -44,6 +44,7 @@ class Accumulation:
         exact: whether each sample of a loader counts once in the gradient of its step.
         in_block: whether a block of `accumulate` is open.
         loss_weights: the losses of the micro-batch that have weights of their own, once there was one.
+        models: the prepared models of the open block of `accumulate`.
         can_hold_back: whether the strategy implements `no_sync`.
         only_counts: whether a micro-batch is only counted, unless there are hooks; if so, this object is the context
             manager of all of them.
@@ -64,6 +65,7 @@ class Accumulation:
         "hooks",
         "in_block",
         "loss_weights",
+        "models",
         "only_counts",
         "plain",
         "step",
@@ -90,6 +92,7 @@ class Accumulation:
         self.factor: float | None = None
         self.exact = self.in_block = False
         self.loss_weights: LossWeights | None = None
+        self.models: tuple[Module, ...] = ()
         self._simplify()
 
     def _simplify(self) -> None:
@@ -162,7 +165,10 @@ class Accumulation:
 
     def _exact_loader(self) -> Any:
         """The loader of this micro-batch, if its epochs are exact; else None."""
-        loader = self.gradient.active_dataloader
+        loader: Any = self.gradient.active_dataloader
+        if self.in_block:
+            # An iterator that the script advances by hand may have yielded after it.
+            loader = next((one for one in self.gradient.loaders if id(one) == self._followed), loader)
         return loader if getattr(loader, "exact_epochs", False) else None
 
     def weight_of(
@@ -187,8 +193,16 @@ class Accumulation:
         self.set_weight(own, "mean", total=everyones * current.process().world_size / shards)
         return self.factor
 
-    def add_loss(self, loss: Tensor, weight: float | Tensor, backward: Callable[[Tensor], None]) -> None:
-        """Add a loss with a weight of its own, whose gradients are computed together with those of the others.
+    def add_loss(
+        self, loss: Tensor, weight: float | Tensor, backward: Callable[..., None], optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Add a loss with a weight of its own, whose gradients are computed at the end of the micro-batch.
+
+        Args:
+            loss: the mean over its tokens or samples.
+            weight: how many these are.
+            backward: computes the gradients of a loss; further arguments are options of `Tensor.backward`.
+            optimizers: those that use the gradients.
 
         Raises:
             Conflict: the whole micro-batch has a weight.
@@ -203,7 +217,7 @@ class Accumulation:
             from accel_torch.loss_weights import LossWeights
 
             self.check_weight()
-            self.loss_weights = LossWeights(self, current.process())
+            self.loss_weights = LossWeights(self, current.process(), optimizers)
             self.hooks.enter(self.loss_weights)
             self._simplify()
         self.loss_weights.add(loss, self.weight_of(weight)[0], backward)
@@ -212,7 +226,7 @@ class Accumulation:
         """Note that a loss has no weight of its own."""
         unfinished = self.weighting is not None and self.weighting.unfinished
         assert self.loss_weights is not None
-        self._refuse_mixing(unfinished or self.loss_weights.pending)
+        self.refuse_mixing(unfinished or self.loss_weights.pending)
         self.hooks.leave(self.loss_weights)
         self.loss_weights = None
         self._simplify()
@@ -246,7 +260,7 @@ class Accumulation:
         if self.weighting is None:
             from accel_torch.weighting import TokenWeighting
 
-            self._refuse_mixing(not self.first)
+            self.refuse_mixing(not self.first)
             self.weighting = TokenWeighting(current.process())
             self.hooks.enter(self.weighting)
             self._simplify()
@@ -279,13 +293,18 @@ class Accumulation:
             Conflict: other micro-batches of its window have a weight.
         """
         if self.weighting is not None:
-            self._refuse_mixing(self.weighting.unfinished)
+            self.refuse_mixing(self.weighting.unfinished)
             self.hooks.leave(self.weighting)
             self.weighting = None
             self._simplify()
 
     @staticmethod
-    def _refuse_mixing(mixed: bool) -> None:
+    def refuse_mixing(mixed: bool) -> None:
+        """Raise an error if some micro-batches of a window have weights and others have none.
+
+        Raises:
+            Conflict: `mixed` is true.
+        """
         if mixed:
             raise Conflict(
                 "Cannot weight micro-batches with accumulate(model, weight=...).",
@@ -366,7 +385,7 @@ class MicroBatch:
             accumulation.set_weight(*accumulation.weight_of(self.weight, self.loss_reduction))
         elif accumulation.weighting is not None and accumulation.loss_weights is None and not accumulation.exact:
             accumulation.clear_weight()
-        accumulation.in_block = True
+        accumulation.in_block, accumulation.models = True, self.models
         if not gradient.sync_gradients and accumulation.can_hold_back and not gradient.plugin.sync_each_batch:
             self._held = no_sync_all(accumulation.strategy, self.models)
             self._held.__enter__()
@@ -375,11 +394,14 @@ class MicroBatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         accumulation = self.accumulation
-        accumulation.factor, accumulation.in_block, accumulation.first = None, False, True
-        if kind is None and accumulation.loss_weights is not None:
-            accumulation.loss_weights.compute()
-        if self._held is not None:
-            self._held.__exit__(kind, error, trace)
+        try:
+            if kind is None and accumulation.loss_weights is not None:
+                accumulation.loss_weights.compute()
+        finally:
+            accumulation.factor, accumulation.in_block, accumulation.first = None, False, True
+            accumulation.models = ()
+            if self._held is not None:
+                self._held.__exit__(kind, error, trace)
 
 
 def no_sync_all(strategy: Strategy, models: tuple[Module, ...]) -> AbstractContextManager[object]:

@@ -88,6 +88,13 @@ class Hook:
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before each step of a prepared optimizer, with the optimizer of the script."""
 
+    def judge_step(self, optimizer: Optimizer) -> bool:
+        """Called with complete gradients before each step, with the optimizer of the script; False leaves it out.
+
+        In a step with a closure it is called after the first call of the closure.
+        """
+        return True
+
     def after_step(self, optimizer: Optimizer, stepped: Any) -> None:
         """Called after each step, unless it raised an error.
 
@@ -126,6 +133,11 @@ class Hook:
     def after_save(self) -> None:
         """Called after it, also if it failed."""
 
+    def keep_state(self) -> Callable[[], None]:
+        """Called when a snapshot of the run is taken in host memory; returns a function that puts this hook's state
+        back."""
+        return _nothing
+
     def before_boundary(self, loader: Any, first: bool) -> None:
         """Called between two batches of a prepared loader, before what the session does there.
 
@@ -160,6 +172,7 @@ class Hooks(StepHooks):
     folder_to_load: tuple[Callable[[Any, Folder | None, bool], Folder | None], ...] = ()
     before_save: tuple[Callable[[], None], ...] = ()
     after_save: tuple[Callable[[], None], ...] = ()
+    keep_state: tuple[Callable[[], Callable[[], None]], ...] = ()
     before_boundary: tuple[Callable[[Any, bool], None], ...] = ()
     after_boundary: tuple[Callable[[Any, bool], None], ...] = ()
 
@@ -174,6 +187,10 @@ class Hooks(StepHooks):
         for event in _EVENTS:
             kept = tuple(method for method in getattr(self, event) if method != getattr(hook, event))
             setattr(self, event, kept)
+
+
+def _nothing() -> None:
+    """Put nothing back."""
 
 
 _EVENTS: Final = (*StepHooks.__annotations__, *Hooks.__annotations__)

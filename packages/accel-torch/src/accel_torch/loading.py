@@ -51,6 +51,8 @@ def load_state(
     """
     project, process = session.options.project, session.process
     input_dir = session.place_to_load(input_dir, missing_ok)
+    if missing_ok and not session.saves:
+        return None
     asked = "Cannot load a checkpoint." if input_dir is None else f"Cannot load the checkpoint {os.fspath(input_dir)}."
     for _ in range(_ATTEMPTS):
         barrier = StoreBarrier(process, "load", asked, project.deadline, CheckpointError)

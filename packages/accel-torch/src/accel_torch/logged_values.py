@@ -114,7 +114,7 @@ def log_sample_counts(tracking: TrackerGroup, loaders: Iterable[Any], step: int 
     rows = [row for number, loader in enumerate(loaders) for row in _rows(number, loader)]
     if not rows:
         return
-    from accel_tracking.commands.samples import COLUMNS, TABLE
+    from accel_tracking.sample_counts import COLUMNS, TABLE
 
     for tracker in tracking:
         if tracker.name == "jsonl":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -332,6 +332,26 @@ class ModelAverage:
         self._averages, self._buffers = loaded
         self._exchange({**own[0], **own[1]})
 
+    def keep(self) -> Callable[[], None]:
+        """Copy the average to host memory; the returned function puts it back."""
+        counts, stepped = (self.steps, self.updates), dict(self._stepped)
+        copies = [{name: value.to("cpu", copy=True) for name, value in one.items()} for one in self._own()]
+
+        def put_back() -> None:
+            self.steps, self.updates = counts
+            self._stepped.clear()
+            self._stepped.update(stepped)
+            for own, kept in zip(self._own(), copies, strict=True):
+                for name in [name for name in own if name not in kept]:
+                    del own[name]
+                for name, value in kept.items():
+                    own[name].copy_(value)
+
+        return put_back
+
+    def _own(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        return self._averages, self._buffers
+
     def _copies(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Copies of the parameters and buffers of the model."""
         parameters, buffers = (
@@ -356,6 +376,15 @@ class _FollowSteps(Hook):
         """Pass the step on."""
         if (average := self._average()) is not None:
             average.optimizer_stepped(optimizer, stepped)
+
+    def keep_state(self) -> Callable[[], None]:
+        """Keep the average in a snapshot of the run."""
+        average = self._average()
+        return _nothing if average is None else average.keep()
+
+
+def _nothing() -> None:
+    """Put nothing back."""
 
 
 def _leave(session: weakref.ref[Session], hook: Hook, handles: list[Any]) -> None:

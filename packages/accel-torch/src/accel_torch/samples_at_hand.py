@@ -20,7 +20,7 @@ from accel_data.sharding import BatchSamplerShard
 from accel_state.watch.record import STATUS_RECORD
 from accel_torch.hooks import PROCESS_HOOKS, Hook
 
-__all__ = ("DrawnBatches", "SampleRecorder", "record_samples")
+__all__ = ("DrawnBatches", "SampleRecorder", "drawn_batches", "record_samples")
 
 _KEPT: Final = 256
 """The number of batches whose ids are stored: those that DataLoader workers prefetch, and the last ones of the loop."""
@@ -75,13 +75,25 @@ class DrawnBatches:
         return self._batches[index][1] if 0 <= index < len(self._batches) else ()
 
 
+def drawn_batches(loader: Any) -> DrawnBatches | None:
+    """The batches that a prepared loader drew last; None if it does not store them."""
+    shard = _shard_of(loader)
+    drawn = None if shard is None else shard.drawn
+    return drawn if isinstance(drawn, DrawnBatches) else None
+
+
+def _shard_of(loader: Any) -> BatchSamplerShard | None:
+    shard = getattr(getattr(getattr(loader, "source", None), "local", None), "shard", None)
+    return shard if isinstance(shard, BatchSamplerShard) else None
+
+
 class SampleRecorder(Hook):
     """Makes every prepared loader store the ids of its samples."""
 
     def loader_prepared(self, session: Any, loader: Any) -> None:
-        """Make a loader store the indices that it draws."""
-        local: Any = getattr(getattr(loader, "source", None), "local", None)
-        if not isinstance(getattr(local, "shard", None), BatchSamplerShard):
+        """Make a loader store the indices that it draws, unless it does already."""
+        shard = _shard_of(loader)
+        if shard is None or shard.drawn is not None:
             return
         known = weakref.ref(loader)
 
@@ -96,7 +108,7 @@ class SampleRecorder(Hook):
 
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         drawn = DrawnBatches(learn, STATUS_RECORD.write_samples if restarted else None)
-        local.shard.drawn = drawn
+        shard.drawn = drawn
 
 
 def record_samples() -> None:

@@ -60,6 +60,8 @@ def save_state(
             from accel_torch.remote import refuse_local_folder
 
             refuse_local_folder(session.uploader.remote, Path(named))
+    if not session.saves:
+        return str(named)
     saving = _Save(session, session.process, barrier, CheckpointFinalizer(project.fsync))
     try:
         target = Path(barrier.wait("ready", named, looks=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from accel_data.hooks import BatchPauses
 from accel_plugins.prepared import PreparedObjects
@@ -15,6 +15,8 @@ from accel_torch.accumulation import Accumulation
 from accel_torch.hooks import Folder, Hooks
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from accel_plugins.checkpoint.background import BackgroundSaver
     from accel_plugins.checkpoint.boundaries import ContinuousSaver, Preemption
     from accel_plugins.checkpoint.uploads import Uploader
@@ -28,7 +30,17 @@ if TYPE_CHECKING:
     from accel_torch.straggler import StragglerReport
     from accel_tracking.group import TrackerGroup
 
-__all__ = ("Session",)
+__all__ = ("Guard", "Session")
+
+
+class Guard(Protocol):
+    """What is used of an `accel_torch.step_guard.judge.StepJudge`, which is above this module."""
+
+    def clip(self, parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor | None:
+        """Clip complete gradients, and note their norm."""
+
+    def measure(self) -> None:
+        """Compute the norms of all optimizers, before gradients are changed."""
 
 
 class Session:
@@ -48,12 +60,14 @@ class Session:
         options: the arguments of the Accelerator; replaced when a script assigns one of its attributes.
         backend: the manifest of the backend: its name, what it can do, and what it does itself.
         precision: how forward, backward and steps are computed.
+        guard: judges each step before it is made; None without a `StepGuard`.
         prepared: the prepared objects, and the other objects of a checkpoint.
         accumulation: counts the micro-batches of a window.
         hooks: what is called when the session prepares, steps and saves.
         transforms: the changes that `prepare` applies to every model.
         backward_reads_model: whether the strategy's `backward` needs the model of the loss, which takes time to find.
         guards_first_steps: whether the first steps are still to be checked for mistakes.
+        saves: whether anything is saved, and found; a check whose tensors have no values sets it to False.
         report: tells at the end how this process spent its time, or None.
         tracking: the running trackers; None before `init_trackers`.
         saver: writes checkpoints while training continues; None before the first.
@@ -73,8 +87,9 @@ class Session:
         self.hooks = Hooks()
         self.accumulation = Accumulation(gradient, strategy, self.hooks)
         self.prepared = PreparedObjects(scaler=None if manifest.capabilities.own_precision else self.precision)
+        self.guard: Guard | None = None
         self.transforms: tuple[Transform, ...] = ()
-        self.guards_first_steps = True
+        self.guards_first_steps = self.saves = True
         self.report: StragglerReport | None = None
         self.tracking: TrackerGroup | None = None
         self.saver: BackgroundSaver | None = None

@@ -28,11 +28,13 @@ from accel_state.run_state import (
     check_given,
     precision_name,
 )
+from accel_state.settings.environ import REPEATED_RUN
 from accel_state.watch.record import STATUS_FOLDER, STATUS_RECORD
 from accel_torch.accumulation import StepsOfShares
 from accel_torch.hooks import PROCESS_HOOKS, Hook
 from accel_torch.options import Options
 from accel_torch.session import Session
+from accel_torch.step_guard.config import StepGuard
 
 if TYPE_CHECKING:
     from accel_plugins.transform import Transform
@@ -49,33 +51,50 @@ def start_session(options: Options) -> Session:
         Conflict: an option differs from that of the active run.
         SettingError, Missing, NotOffered: an option has an invalid value, needs a package, or is not supported.
     """
+    if os.environ.get(REPEATED_RUN):
+        from accel_torch.repeated_run import follow_request
+
+        follow_request()
     for hook in PROCESS_HOOKS:
         options = hook.configure(options)
     _begin_records(options)
     hooks = list(PROCESS_HOOKS)
     session = Session(options, *start_run(options, hooks))
     _users[session.strategy].add(session)
-    if options.straggler_report:
-        from accel_torch.straggler import StragglerReport
-
-        session.report = StragglerReport()
     session.transforms = transforms_of(options, session.state.parallelism_config)
     if session.strategy.capabilities.elastic:
         session.hooks.enter(StepsOfShares(session.strategy, session.gradient))
     for hook in hooks:
         session.hooks.enter(hook)
-    if options.check_replicas_every:
-        from accel_torch.replicas import ReplicaChecker
-
-        session.hooks.enter(ReplicaChecker(options.check_replicas_every, session.prepared, session.strategy))
+    _enter_requested_hooks(session, options)
     for hook in hooks:
         hook.start(session)
+    if session.process.rank == 0 and options.project.project_dir is not None:
+        from accel_torch.run_recorder import record_run
+
+        record_run(session)
     if session.state.num_processes > 1:
         # One process has no mistakes to find before `prepare`, and is spared the import.
         from accel_torch.misuse import guard_first_steps
 
         guard_first_steps(session)
     return session
+
+
+def _enter_requested_hooks(session: Session, options: Options) -> None:
+    """Enter the hooks that the options ask for; the imports of the others are spared."""
+    if options.straggler_report:
+        from accel_torch.straggler import StragglerReport
+
+        session.report = StragglerReport()
+    if options.check_replicas_every:
+        from accel_torch.replicas import ReplicaChecker
+
+        session.hooks.enter(ReplicaChecker(options.check_replicas_every, session.prepared, session.strategy))
+    if options.handler(StepGuard) is not None:
+        from accel_torch.step_guard.judge import guard_steps
+
+        guard_steps(session)
 
 
 def _begin_records(options: Options) -> None:

@@ -79,7 +79,10 @@ def clip_grad_norm(
         before_clip(session)
     scale = _complete_to_clip(session)
     limit = max_norm if scale is None else max_norm * scale
-    norm = session.strategy.clip_norm(_listed(parameters), limit, norm_type)
+    if session.guard is not None and session.gradient.sync_gradients:
+        norm = session.guard.clip(_listed(parameters), limit, norm_type)
+    else:
+        norm = session.strategy.clip_norm(_listed(parameters), limit, norm_type)
     if norm is not None and scale is not None:
         norm = norm / scale
     for after_clip in session.hooks.after_clip:
@@ -92,6 +95,9 @@ def clip_grad_value(session: Session, parameters: Iterable[Tensor] | Tensor, cli
     session.backend.demand("clip_value")
     scale = _complete_to_clip(session)
     listed = _listed(parameters)
+    if session.guard is not None and session.gradient.sync_gradients:
+        # Clamping hides infinite gradients.
+        session.guard.measure()
     if scale is not None:
         _mark_overflows(listed)
         clip_value = clip_value * scale

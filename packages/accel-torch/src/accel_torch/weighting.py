@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from accel_state.current import Process
 
-__all__ = ("LossReduction", "TokenWeighting")
+__all__ = ("LossReduction", "TokenWeighting", "power_of_two_near")
 
 LossReduction = Literal["mean", "sum"]
 
@@ -40,6 +40,7 @@ class TokenWeighting(Hook):
 
     Attributes:
         unfinished: whether the last micro-batch of the window is still to come.
+        share: the weight of the current micro-batch, in the unit by which its loss is divided.
     """
 
     def __init__(self, process: Process) -> None:
@@ -56,6 +57,7 @@ class TokenWeighting(Hook):
         # Weights may be a thousand tokens and more. Dividing losses by a power of two of about this size avoids
         # overflow in fp16 and does not round. All processes must divide by the same number.
         self._unit = 0.0
+        self.share = 0.0
         self.unfinished = False
 
     def enter(
@@ -79,11 +81,12 @@ class TokenWeighting(Hook):
         self.unfinished = not last
         if not self._unit:
             self._exchange(wait=True)
-            self._unit = _power_of_two_near(*self._totals())
+            self._unit = power_of_two_near(*self._totals())
         if last:
             self._exchange(wait=False)
             self._settled = False
-        return (1.0 if loss_reduction == "sum" else number) / self._unit
+        self.share = number / self._unit
+        return 1.0 / self._unit if loss_reduction == "sum" else self.share
 
     def _exchange(self, wait: bool) -> None:
         """Begin to exchange the sums, unless they are known."""
@@ -134,9 +137,9 @@ class TokenWeighting(Hook):
             )
         # Backward has averaged over the processes. Without tokens the gradient is zero.
         self._factor = self._process.world_size * self._unit / total if total else 0.0
-        self._unit = _power_of_two_near(total, count)
+        self._unit = power_of_two_near(total, count)
 
 
-def _power_of_two_near(total: float, count: float) -> float:
+def power_of_two_near(total: float, count: float) -> float:
     """The power of two nearest to the mean weight of a micro-batch; 1 without weights."""
     return 2.0 ** round(math.log2(total / count)) if 0 < total < math.inf else 1.0

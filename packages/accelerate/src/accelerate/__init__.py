@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from accelerate.address import serve
 from accelerate.finder import install
+from accelerate.installation import warn_of_clash
 from accelerate.names import VERSION
 
 __version__ = VERSION
 
 __path__ = install(__path__)
 serve(__name__)
+warn_of_clash()

@@ -1,12 +1,16 @@
-"""Finds the files of another library named `accelerate` in this package's folder.
+"""Finds another library named `accelerate` in this environment: its files in this package's folder, or its metadata.
 
-If the original was not uninstalled first, its files may remain in the folder. They cannot be imported; an error about
-one of their names mentions them, and `accel doctor` lists them.
+pip replaces one by the other. Other installers, and folders that are added to the path, may leave both: files of the
+original in this folder, or its metadata beside ours. The import warns, an error about a name that only the other has
+mentions it, and `accel doctor` lists it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -16,7 +20,7 @@ from accelerate.names import OWN_MODULES, VERSION
 if TYPE_CHECKING:
     from accel_cli.doctor.examine import Finding
 
-__all__ = ("clash", "examination", "foreign_files")
+__all__ = ("clash", "examination", "foreign_files", "other_versions", "warn_of_clash")
 
 _FOLDER: Final = Path(__file__).parent
 _SHOWN: Final = 3
@@ -30,18 +34,42 @@ def foreign_files(folder: Path) -> list[str]:
     return sorted(f"{path.as_posix()}.py" for path in strange)
 
 
+def other_versions(folders: Sequence[str]) -> list[str]:
+    """Versions of `accelerate`, other than this one, whose metadata are in folders of the path."""
+    versions = set()
+    for folder in folders:
+        try:
+            names = os.listdir(folder or ".")
+        except OSError:
+            continue
+        parts = (name.removesuffix(".dist-info").split("-") for name in names if name.endswith(".dist-info"))
+        versions |= {part[1] for part in parts if part[0] == "accelerate" and len(part) == 2}
+    return sorted(versions - {VERSION})
+
+
 @cache
 def clash(folder: Path = _FOLDER) -> tuple[str, str] | None:
-    """Cause and remedy if the folder contains files of another `accelerate`."""
+    """Cause and remedy if the folder, or the path of this process, contains another `accelerate`."""
     found = foreign_files(folder)
-    if not found:
-        return None
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    if found:
+        cause = f"The folder {folder} also contains files of another accelerate: {', '.join(found[:_SHOWN])}{more}."
+    elif versions := other_versions(sys.path):
+        cause = f"accelerate {', '.join(versions)} is also installed; {folder} is the one that is imported."
+    else:
+        return None
     return (
-        f"The folder {folder} also contains files of another accelerate: {', '.join(found[:_SHOWN])}{more}.",
+        cause,
         "Run `pip uninstall -y accelerate` until nothing is left, delete that folder, then install the wheel of "
-        f"accelerate {VERSION} that the accel repository builds.",
+        f"accelerate {VERSION} that the accel repository builds, or the original.",
     )
+
+
+def warn_of_clash() -> None:
+    """Warns once, at the import, if there is another `accelerate`."""
+    found = clash()
+    if found is not None:
+        warnings.warn(" ".join(found), UserWarning, stacklevel=3)
 
 
 def examination(request: object = None, folder: Path = _FOLDER) -> Iterator[Finding]:

@@ -15,7 +15,6 @@ MANIFEST: Final = Manifest(
     label=None,
     axes=frozenset({Axis.REPLICATE}),
     capabilities=Capabilities(unused_parameters=False),
-    memory_plans="accel_backend_example.plans:TopKPlans",
     tier=1,
     protocol=3,
 )

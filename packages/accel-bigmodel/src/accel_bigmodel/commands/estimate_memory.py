@@ -25,6 +25,7 @@ class EstimateMemory:
     """Prints a table of memory by dtype."""
 
     help = "estimate the memory of a model, or of a training step under a plan"
+    examples = ("bert-base-cased", "--training train.py --processes 8 --memory 80GiB")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the command's arguments."""
@@ -57,7 +58,7 @@ class EstimateMemory:
         parser.add_argument(
             "--training",
             action="store_true",
-            help="Estimate one training step on several processes, by plan (needs accel-torch).",
+            help="Check a training step of several processes, as `accel check-plan` (needs accel-check).",
         )
         for estimator in ESTIMATORS.loaded():
             if estimator.value is None:
@@ -103,7 +104,7 @@ def _estimate_training(arguments: Namespace, options: dict[str, Any]) -> int:
         code: int = estimator.get(failed).run(arguments, options)
         return code
     raise SettingError(
-        failed, "The estimate needs the package accel-torch, which is not installed.", "Install accel-torch."
+        failed, "The estimate needs the package accel-check, which is not installed.", "pip install accel-check"
     )
 
 

@@ -45,6 +45,7 @@ class Backends:
     """The command; see `accel_cli.command.Command`."""
 
     help = "list the installed backends, their packages, and whether they work here"
+    examples = ("", "--json")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the output options."""

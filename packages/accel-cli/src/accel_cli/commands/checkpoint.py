@@ -17,6 +17,7 @@ class CheckpointCommand:
     """The command; see `accel_cli.command.Command`."""
 
     help = "list, verify, prune, describe and copy checkpoints, in folders and on stores"
+    examples = ("list runs/one", "prune runs/one --keep 2")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the action, the paths and the output options."""

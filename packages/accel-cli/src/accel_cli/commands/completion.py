@@ -81,6 +81,7 @@ class Completion:
     """The command; see `accel_cli.command.Command`."""
 
     help = "print a completion script for a shell"
+    examples = ("bash", "zsh")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the shell."""

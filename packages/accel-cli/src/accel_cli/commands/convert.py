@@ -68,6 +68,8 @@ class Convert:
     def __init__(self, name: str, converter: Converter) -> None:
         self._name, self._converter = name, converter
 
+    examples = ("--config_file old.yaml --output_file new.yaml", "--config_file old.yaml --overwrite")
+
     @property
     def help(self) -> str:
         """One line that says what the command does."""

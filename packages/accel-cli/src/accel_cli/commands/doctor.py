@@ -23,6 +23,7 @@ class Doctor:
     """The command; see `accel_cli.command.Command`."""
 
     help = "find problems of a run before it starts"
+    examples = ("", "--nodes -- --config_file cluster.yaml")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the options, and the arguments of the launch to check."""

@@ -13,6 +13,7 @@ from accel_cli.command import spelled
 from accel_cli.config.file import default_path
 from accel_state.errors import AccelError, SettingError
 from accel_state.plugins import plugins_of
+from accel_state.redaction import redact
 from accel_state.untrusted import printable
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Env:
     """The command; see `accel_cli.command.Command`."""
 
     help = "show versions and settings for a bug report"
+    examples = ("", "--json")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the config file to show, and the output options."""
@@ -87,7 +89,7 @@ def describe(environ: Mapping[str, str], config_file: str | None, light: bool) -
     if not light:
         found["devices"] = _devices()
     found["config file"] = _config(config_file, environ)
-    found["variables"] = {name: _masked(name, value) for name, value in sorted(environ.items()) if _concerns_us(name)}
+    found["variables"] = redact({name: value for name, value in sorted(environ.items()) if _concerns_us(name)})
     return found
 
 
@@ -164,12 +166,6 @@ def _of_plugins() -> tuple[str, ...]:
     """Prefixes of the variables of backends and launchers: their names without a version; no setting is loaded."""
     plugins = (*plugins_of("accel.backends"), *plugins_of("accel.launchers"))
     return tuple({plugin.name.rstrip("0123456789").upper() for plugin in plugins})
-
-
-def _masked(name: str, value: str) -> str:
-    """The value, or asterisks for a secret."""
-    secret = any(word in name for word in ("KEY", "TOKEN", "SECRET", "PASSWORD"))
-    return "***" if secret else value
 
 
 def _lines(found: Mapping[str, Any]) -> list[str]:

@@ -6,12 +6,14 @@ import os
 import sys
 from typing import TYPE_CHECKING, Final, NoReturn
 
+from accel_state.settings.environ import LAUNCH_RECORD
+
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
 
-    from accel_cli.launch.interface import Launcher, LaunchPlan
+    from accel_cli.launch.interface import Launcher, LaunchPlan, LaunchRequest
 
-__all__ = ("COMMAND", "Launch")
+__all__ = ("COMMAND", "Launch", "launch_record")
 
 # Code that starts processes is imported where it is needed, so that help texts and errors appear quickly.
 _PROG: Final = "accel launch"
@@ -21,6 +23,7 @@ class Launch:
     """The command; see `accel_cli.command.Command`."""
 
     help = "start a script on one or many processes"
+    examples = ("--num_processes 2 train.py --lr 0.1", "--config_file fsdp.yaml train.py")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the flags of the settings of the launchers and backends, then the script and its arguments.
@@ -63,6 +66,7 @@ class Launch:
         launcher = load_launcher(request.launcher)
         plan = launcher.plan(request)
         check_plan(request, plan)
+        plan = plan._replace(environment={**plan.environment, LAUNCH_RECORD: launch_record(request)})
         if not request.quiet:
             from accel_cli.launch.notes import first_line, notes
             from accel_state.untrusted import printable
@@ -70,6 +74,24 @@ class Launch:
             for note in (first_line(request, plan), *notes(request, plan)):
                 print(printable(f"accel launch: {note}", keep="\n\t"), file=sys.stderr, flush=True)
         return launcher, plan
+
+
+def launch_record(request: LaunchRequest) -> str:
+    """What the main process writes into the record of the run: the command, and each setting that has a value."""
+    import json
+
+    from accel_cli.launch.request import idle_options
+
+    script, idle = request.script, idle_options(request)
+    values = {
+        name: [setting.value, setting.origin]
+        for name, setting in request.settings.items()
+        # The defaults of tables concern engines that this run may not use.
+        if setting.value not in (None, (), "") and (setting.given or ("." not in name and name not in idle))
+    }
+    command = ["accel", "launch", *request.options, script.target, *script.arguments]
+    launched = {"command": command, "folder": os.getcwd(), "launcher": request.launcher.name, "settings": values}
+    return json.dumps(launched, default=str)
 
 
 def _become(plan: LaunchPlan) -> NoReturn:

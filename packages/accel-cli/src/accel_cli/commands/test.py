@@ -1,10 +1,14 @@
 """`accel test`: runs a short training with the settings of a config file, and checks its results.
 
+Without a number of processes, it takes one for each device, and two on a machine that would run a single one on the
+CPU, because one process proves nothing about the others.
+
 The script is part of the package with the Accelerator, and is found through the entry-point group `accel.scripts`.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Final
 
@@ -25,6 +29,7 @@ class Test:
     """The command; see `accel_cli.command.Command`."""
 
     help = "test processes, collectives, loaders and training on this machine"
+    examples = ("", "--config_file fsdp.yaml -- --num_processes 4")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the config file, and further arguments of the launch."""
@@ -49,10 +54,27 @@ class Test:
         words = [*config, *arguments.launch[arguments.launch[:1] == ["--"] :], "--module", _script()]
         parser = Parser("accel launch")
         LAUNCH.add_arguments(parser)
-        code = LAUNCH.run(parser.parse_args(words))
+        request = parser.parse_args(words)
+        if _is_alone(request):
+            request = parser.parse_args(["--num_processes", "2", *words])
+        code = LAUNCH.run(request)
         if code != 0:
             print("accel test: the checks failed; the lines above show the first failure.", file=sys.stderr)
         return code
+
+
+def _is_alone(arguments: Namespace) -> bool:
+    """Whether a launch would start one process on the CPU although nobody set their number."""
+    from accel_cli.launch.devices import count_device_files
+    from accel_cli.launch.launchers import LOCAL
+    from accel_cli.launch.request import read_request
+
+    request = read_request(arguments, os.environ)
+    settings = request.settings
+    numbers = ("num_processes", "num_machines", "nnodes", "nproc_per_node")
+    if request.launcher is not LOCAL or any(name in settings and settings[name].given for name in numbers):
+        return False
+    return request.local_processes() == 1 and (bool(settings["cpu"].value) or count_device_files({}) == 0)
 
 
 def _script() -> str:

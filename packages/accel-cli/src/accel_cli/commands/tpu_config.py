@@ -23,6 +23,10 @@ class TPUConfig:
     """The command; see `accel_cli.command.Command`."""
 
     help = "run commands on every machine of a TPU pod"
+    examples = (
+        '--tpu_name pod --tpu_zone us-central2-b --command "pip list"',
+        "--tpu_name pod --tpu_zone us-central2-b --command_file setup.sh",
+    )
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the pod and the commands; missing values are read from the config file."""

@@ -11,9 +11,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Final
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
+from accel_cli.config.resolved import label
 from accel_cli.doctor.examine import ERROR, OK, WARNING, Finding, lines_of
 from accel_cli.doctor.meeting import CONNECTION_TIMEOUT_S
 from accel_cli.launch.addresses import is_own_address
@@ -28,14 +29,10 @@ from accel_state.untrusted import dict_of, integer, list_of, parse_json, printab
 __all__ = ("Member", "clear_for_launch", "compare_members", "meet", "meet_machines")
 
 _MEETING: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "meeting.py")
-_LAUNCH_TIMEOUT_S: Final = 120.0
-"""How long a launch waits for the other machines."""
+_TIMEOUT_S: Final = 120.0
+"""How long a launch waits for the other machines, and how long importing torch may take."""
 
-_START_TIMEOUT_S: Final = 120.0
-"""How long importing torch may take."""
-
-_NAMES: Final = dict_of(text())
-_FACTS: Final = {"rank": integer(), "host": text(), "versions": _NAMES, "settings": _NAMES}
+_FACTS: Final = {"rank": integer(), "host": text(), "versions": dict_of(text()), "settings": dict_of(text())}
 _PLACE: Final = {"address": text(), "port": integer(1, 65535), "unreachable": dict_of(text(), text("[0-9]{1,9}"))}
 _ANSWER: Final = record({"error": text(), "members": list_of(record({**_FACTS, **_PLACE}))})
 
@@ -52,8 +49,7 @@ _OWN_OF_MACHINE: Final = (
 _COMPARED: Final = ("torch", "accel-state", "accel-ops", "accel-data", "accel-plugins", "accel-cli", "accel-torch")
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """One machine of the run.
 
     Args:
@@ -66,9 +62,9 @@ class Member:
 
     rank: int
     host: str
-    versions: Mapping[str, str] = field(default_factory=dict)
-    settings: Mapping[str, str] = field(default_factory=dict)
-    unreachable: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str]
+    settings: Mapping[str, str]
+    unreachable: Mapping[str, str] = MappingProxyType({})
 
 
 def compare_members(members: Sequence[Member], machines: int, waited: float) -> list[Finding]:
@@ -139,13 +135,12 @@ def meet(host: str, port: int, machines: int, timeout: float, me: Member) -> lis
     # A second machine with rank 0 joins as a client, so that the finding names both.
     serves = me.rank == 0 and is_own_address(host)
     meeting = {"host": host, "port": port, "machines": machines, "timeout": timeout, "serves": serves}
-    own = {name: value for name, value in asdict(me).items() if name != "unreachable"}
     done = subprocess.run(
         [sys.executable, _MEETING],
-        input=json.dumps({**meeting, "member": own}),
+        input=json.dumps({**meeting, "member": {name: getattr(me, name) for name in _FACTS}}),
         capture_output=True,
         text=True,
-        timeout=timeout + _START_TIMEOUT_S + CONNECTION_TIMEOUT_S * (2 * machines + 2) * (machines + 1),
+        timeout=timeout + _TIMEOUT_S + CONNECTION_TIMEOUT_S * (2 * machines + 2) * (machines + 1),
         env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
     )
     answer = (done.stdout.strip().splitlines() or [""])[-1]
@@ -159,13 +154,11 @@ def meet(host: str, port: int, machines: int, timeout: float, me: Member) -> lis
         told = [Member(**{name: one[name] for name in (*_FACTS, "unreachable")}) for one in met["members"]]
         # The main machine is the first in every report.
         return compare_members(sorted(told, key=lambda one: one.rank), machines, timeout)
+    failed = f"Cannot connect to the main machine at {host}:{port}."
+    remedy = "Check the address, that no firewall blocks the port, and that `accel doctor --nodes` runs there."
     if serves:
-        failed, obstacle = f"Cannot accept the other machines on port {port}.", "The port cannot be used"
-        remedy = "Set another --main_process_port."
-    else:
-        failed, obstacle = f"Cannot connect to the main machine at {host}:{port}.", "The connection failed"
-        remedy = "Check the address, that no firewall blocks the port, and that `accel doctor --nodes` runs there."
-    raise LaunchError(failed, f"{obstacle}: {printable(met['error'])}.", remedy)
+        failed, remedy = f"Cannot use the port {port} for the other machines.", "Set another --main_process_port."
+    raise LaunchError(failed, f"{printable(met['error'])}.", remedy)
 
 
 def meet_machines(request: LaunchRequest, timeout: float) -> Sequence[Finding]:
@@ -184,11 +177,8 @@ def meet_machines(request: LaunchRequest, timeout: float) -> Sequence[Finding]:
             "Add the arguments of the launch: accel doctor --nodes -- --num_machines 2 --machine_rank 0 "
             "--main_process_ip ADDRESS",
         )
-    settings = {
-        name: str(effect.value)
-        for name, effect in request.settings.items()
-        if name not in _OWN_OF_MACHINE and effect.value is not None
-    }
+    shared = (effect for name, effect in request.settings.items() if name not in _OWN_OF_MACHINE)
+    settings = {label(effect.definition): str(effect.value) for effect in shared if effect.value is not None}
     port = machines.main_process_port or DEFAULT_PORT
     versions = {name: version for name in _COMPARED if (version := installed_version(name)) is not None}
     me = Member(machines.machine_rank, socket.gethostname(), versions, settings)
@@ -196,14 +186,14 @@ def meet_machines(request: LaunchRequest, timeout: float) -> Sequence[Finding]:
 
 
 def clear_for_launch(request: LaunchRequest) -> None:
-    """Connect the machines if there are several and `--preflight` is set.
+    """Connect the machines of a launch, if there are several.
 
     Raises:
         LaunchError: a run would fail, or the machines did not connect in time.
     """
-    if not request.settings["preflight"].value or request.settings["num_machines"].value < 2:
+    if request.settings["num_machines"].value < 2:
         return
-    findings = meet_machines(request, _LAUNCH_TIMEOUT_S)
+    findings = meet_machines(request, _TIMEOUT_S)
     if any(finding.verdict == ERROR for finding in findings):
         raise LaunchError(
             "Cannot launch: --preflight found problems between the machines.",

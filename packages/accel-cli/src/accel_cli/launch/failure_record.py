@@ -65,14 +65,17 @@ def failure_fingerprint(error: BaseException) -> dict[str, Any]:
     places = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in _lines(chain[0].__traceback__)]
     own = [place for place in places if _is_of_the_script(place[0])]
     path, line, name = (own or places or [("", 0, "")])[-1]
-    samples = _samples_of(frames)
+    # A guard of training steps raises an error with the samples and the kind of the failure (`accel_state.errors`).
+    judged = next((one for one in chain if "BadStep" in [base.__name__ for base in type(one).__mro__]), None)
+    samples = list(getattr(judged, "samples", ())) or _samples_of(frames)
     if not samples and record is not None:
         samples = record.samples(_read_by_workers(frames))
     return {
         "type": f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
         "frame": f"{path}:{line} in {name}" if path else "",
         "step": record.run_step if record is not None else 0,
-        "samples": samples[:_MOST_SAMPLES],
+        "samples": [str(sample)[:_LONGEST_SAMPLE] for sample in samples[:_MOST_SAMPLES]],
+        "kind": str(getattr(judged, "kind", "")),
         "causes": [
             {
                 "types": [base.__qualname__ for base in type(one).__mro__[:-2]],

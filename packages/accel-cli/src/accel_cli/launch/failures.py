@@ -274,13 +274,17 @@ def _others(failures: Sequence[Failure], first: Failure) -> list[str]:
 FAILURES: Final = "failures.jsonl"
 """File in a run's folder, with one line for each failure."""
 
-Kind = Literal["killed", "outside", "hang", "out of memory", "final", "error"]
+Kind = Literal["killed", "outside", "hang", "out of memory", "final", "error", "data", "numerics", "hardware"]
 """Kinds of failures. "outside": a lost peer, a port in use or an error of the file system, which time may resolve.
 "final": another attempt would end in the same way, because a disk is full, access is refused, the program or its
 settings are wrong, or the user interrupted it. "error": any other exception, exit code or crash, or a process that
-ended with exit code 0 while others needed it."""
+ended with exit code 0 while others needed it. "data", "numerics" and "hardware": a guard of training steps raised its
+error, and this is the likely cause."""
 
-_TRANSIENT: Final = frozenset({"killed", "outside", "hang"})
+_JUDGED: Final[tuple[Kind, ...]] = ("data", "numerics", "hardware")
+"""Kinds that an error of a guard names itself."""
+
+_TRANSIENT: Final = frozenset({"killed", "outside", "hang", "hardware"})
 """Kinds that may not occur in another attempt."""
 
 _PATIENCE: Final = 3
@@ -496,6 +500,9 @@ def _fingerprint(failure: Failure, fallback: str, step: int) -> Fingerprint:
 
 def _kind_of(first: Failure) -> Kind:
     """The kind of failure of an error, from its classes, and from the numbers and texts of its causes too."""
+    judged = first.fingerprint.get("kind")
+    if judged in _JUDGED:
+        return next(kind for kind in _JUDGED if kind == judged)
     causes = [one for one in first.fingerprint.get("causes") or () if isinstance(one, dict)]
     names = {str(name) for one in causes[:1] for name in one.get("types") or ()}
     numbers = {one.get("errno") for one in causes}

@@ -1,4 +1,4 @@
-"""A port of this machine for the rendezvous of the processes, reserved without a race.
+"""A port of this machine for the rendezvous of the processes, kept from other launchers until the store listens on it.
 
 The launcher binds the port and does not listen on it. While it is bound, the system does not assign it to other
 programs, and a second launcher cannot reserve it, because a launcher sets SO_REUSEADDR only after it has bound the

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from accel_cli.launch.interface import Script
 from accel_state.errors import Conflict, SettingError
+from accel_state.settings.schema import closest
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -48,12 +49,24 @@ def _check_script(target: str) -> None:
     if not os.path.exists(target):
         where = "" if os.path.isabs(target) else f" in {os.getcwd()}"
         named = os.sep not in target and not target.endswith(".py") and _is_module_name(target)
+        near = _near(target)
         remedy = "Check the path, or add -m to run a module." if named else "Check the path."
+        remedy = f"Did you mean {near}?" if near else remedy
         raise SettingError(failed, f"There is no such file{where}.", remedy)
     if os.path.isdir(target) and not os.path.exists(os.path.join(target, "__main__.py")):
         raise SettingError(failed, "It is a folder without the file __main__.py.", "Give the path of the file to run.")
     if not os.access(target, os.R_OK):
         raise SettingError(failed, "This user is not allowed to read it.", "Change its permissions.")
+
+
+def _near(target: str) -> str | None:
+    """The file beside it with the most similar name."""
+    folder, name = os.path.split(target)
+    try:
+        near = closest(name, os.listdir(folder or "."))
+    except OSError:
+        return None
+    return None if near is None else os.path.join(folder, near)
 
 
 def _is_module_name(target: str) -> bool:

@@ -29,6 +29,7 @@ __all__ = (
     "SAMPLER_NAME",
     "SCALER_NAME",
     "SCHEDULER_NAME",
+    "STEP_GUARD_NAME",
     "FlushedWhileWritten",
     "average_name",
     "custom_name",
@@ -52,6 +53,7 @@ OPTIMIZER_NAME: Final = "optimizer"
 SCHEDULER_NAME: Final = "scheduler"
 SAMPLER_NAME: Final = "sampler"
 SCALER_NAME: Final = "scaler.pt"
+STEP_GUARD_NAME: Final = "step_guard.pkl"
 RNG_STATE_NAME: Final = "random_states"
 FSDP_MODEL_NAME: Final = "pytorch_model_fsdp"
 MANIFEST_NAME: Final = "checkpoint_manifest.json"
@@ -128,7 +130,7 @@ _OURS: Final = re.compile(
     r"|optimizer(_\d+)?(_rank\d+)?\.bin|optimizer_\d+"
     r"|pytorch_model_fsdp(_\d+)?(_rank\d+)?(\.bin)?"
     r"|dl_state_dict(_\d+)?(_rank\d+)?\.bin"
-    r"|scaler\.pt|gradients_\d+\.safetensors|(random_states|extra_state)_\d+\.pkl|custom_checkpoint_\d+\.pkl"
+    r"|scaler\.pt|step_guard\.pkl|gradients_\d+\.safetensors|(random_states|extra_state)_\d+\.pkl|custom_checkpoint_\d+\.pkl"
     r"|(average|whole_matrices)_\d+"
     rf"|{re.escape(MANIFEST_NAME)}"
 )

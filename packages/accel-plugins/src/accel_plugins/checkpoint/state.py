@@ -31,6 +31,7 @@ from accel_plugins.checkpoint.files import (
     MANIFEST_NAME,
     RNG_STATE_NAME,
     SCALER_NAME,
+    STEP_GUARD_NAME,
     custom_name,
     extra_state_name,
     gradients_name,
@@ -277,7 +278,8 @@ def _equal(contents: PreparedObjects) -> dict[str, Any]:
     """Data that is equal on all processes."""
     scale = contents.scaler.state_dict() if contents.scaler is not None else {}
     custom = {custom_name(index): item.state_dict() for index, item in enumerate(contents.custom)}
-    return {**({SCALER_NAME: scale} if scale else {}), **custom}
+    history = {} if contents.guard is None else {STEP_GUARD_NAME: contents.guard.state_dict()}
+    return {**({SCALER_NAME: scale} if scale else {}), **custom, **history}
 
 
 def _extra(contents: PreparedObjects, strategy: Saver, process: Process) -> dict[str, Any]:
@@ -382,6 +384,7 @@ def load_folder(
     rest = [
         *_loader_states(source, contents.loaders, process, "loaders" in allow_missing, shown or source),
         *_scaler_state(source, contents.scaler, "scaler" in allow_missing),
+        *_guard_state(source, contents.guard),
         *_custom_states(source, contents.custom, trusted, "custom" in allow_missing),
     ]
     extra = _read_extra_state(source, contents, strategy, process, "extra_state" in allow_missing)
@@ -510,6 +513,12 @@ def _scaler_state(folder: Path, scaler: Stateful | None, allow_missing: bool) ->
     path = folder / SCALER_NAME
     if scaler is not None and scaler.state_dict() and not (allow_missing and not path.is_file()):
         yield scaler, pickled.read(path)
+
+
+def _guard_state(folder: Path, guard: Stateful | None) -> Iterator[Restored]:
+    """The history of a guard; it begins anew where the saved run had none."""
+    if guard is not None and (folder / STEP_GUARD_NAME).is_file():
+        yield guard, pickled.read(folder / STEP_GUARD_NAME)
 
 
 def _custom_states(folder: Path, custom: Sequence[Any], trusted: bool, allow_missing: bool) -> Iterator[Restored]:

@@ -15,6 +15,10 @@ class MergeWeights:
     """The entry point of the command in the group `accel.commands`."""
 
     help = "merge the shards of a model that FSDP saved into one file"
+    examples = (
+        "runs/one/checkpoints/checkpoint_7/pytorch_model_fsdp_0 merged",
+        "--unsafe_serialization runs/one/pytorch_model_fsdp_0 merged",
+    )
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the input and output folders."""

@@ -89,7 +89,6 @@ MANIFEST: Final = Manifest(
     # What differs from plain torch: DistributedDataParallel waits for the gradients of all parameters.
     capabilities=Capabilities(unused_parameters=False),
     # `accel estimate-memory --training` estimates the backend with these plans, those of data parallelism.
-    memory_plans="accel_plugins.memory_plans:MemoryPlans",
     protocol=3,
 )
 '''
@@ -238,6 +237,7 @@ class NewBackend:
     """Writes a package with a backend that passes the test kit."""
 
     help = "create a package with a backend that passes the test kit"
+    examples = ("fancy", "fancy --into packages")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the name and the folder."""

@@ -24,7 +24,6 @@ MANIFEST: Final = Manifest(
     present="accel_plugins.ddp.manifest:present",
     axes=frozenset({Axis.REPLICATE, Axis.CONTEXT, Axis.SEQUENCE}),
     capabilities=Capabilities(unused_parameters=False, syncs_in_own_forward=True),
-    memory_plans="accel_plugins.memory_plans:MemoryPlans",
     priority=10,
     tier=1,
     protocol=PROTOCOL,

@@ -1,43 +1,332 @@
-"""Settings of DeepSpeed: plain data, without torch.
+"""Settings of DeepSpeed: plain data, without torch and DeepSpeed.
 
-All settings are combined in `deepspeed_config`, the dict that DeepSpeed reads: the user's configuration with the other
-settings added, or a new dict.
+`DeepSpeedPlugin` combines all settings in its `deepspeed_config`, the dict that DeepSpeed reads: the user's
+configuration with the other settings added, or a new dict. "auto" in it means a value that follows from the settings
+or from prepared models, optimizers and loaders; `fill_auto` replaces it, and raises for contradictions. `DummyOptim`
+and `DummyScheduler` stand for objects that the configuration describes.
 """
 
 # ruff: noqa: RUF009 - `setting` makes the fields of every settings class
 
 from __future__ import annotations
 
+import copy
+import logging
+import os
+import re
+import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
-from accel_plugins.deepspeed.ds_config import (
-    AUTO_ENTRY,
-    AutoValue,
-    HfDeepSpeedConfig,
-    contradictions,
-    encoded,
-    fill_auto,
-    refuse,
-)
+from accel_plugins.manifest import ObjectKind
 from accel_plugins.precision.config import FP8Settings, no_msamp
-from accel_state.errors import NotOffered, SettingError
+from accel_state.errors import Conflict, NotOffered, SettingError
 from accel_state.library import stack_level
-from accel_state.settings.environ import read_setting
+from accel_state.settings.environ import DEFAULT, read_setting, resolve
+from accel_state.settings.installed import importable, installed_version
+from accel_state.settings.integers import as_int
 from accel_state.settings.schema import BOOLEAN, TEXT, ValueType, choice, int_at_least, setting, settings_of
+from accel_state.untrusted import parse_json, read_limited
 
-__all__ = ("DeepSpeedPlugin",)
+__all__ = (
+    "AUTO_ENTRY",
+    "OFFLOADING",
+    "AutoValue",
+    "DeepSpeedPlugin",
+    "DummyOptim",
+    "DummyScheduler",
+    "HfDeepSpeedConfig",
+    "contradictions",
+    "fill_auto",
+    "refuse_auto",
+    "transformers_view",
+)
 
+_logger: Final = logging.getLogger(__name__)
+
+_BASE64: Final = re.compile(r"[A-Za-z0-9_-]+={0,2}")
+
+AUTO_ENTRY: Final = "auto"
+
+OFFLOADING: Final = ("cpu", "nvme")
+"""The targets of offloading."""
+
+
+# ---------------------------------------------------------------- the configuration
+class HfDeepSpeedConfig:
+    """A DeepSpeed configuration with access by dotted keys such as "zero_optimization.stage".
+
+    Args:
+        config_file_or_dict: a dict, the path of a JSON file, or base64-encoded JSON.
+
+    Raises:
+        SettingError: the configuration cannot be read.
+
+    Example:
+        >>> HfDeepSpeedConfig({"zero_optimization": {"stage": 3}}).is_zero3()
+        True
+    """
+
+    def __init__(self, config_file_or_dict: Mapping[str, Any] | str | os.PathLike[str]) -> None:
+        self.config: dict[str, Any] = _read(config_file_or_dict)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.config!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return self.config == other.config if isinstance(other, HfDeepSpeedConfig) else NotImplemented
+
+    def set_stage_and_offload(self) -> None:
+        """Do nothing: the stage and offloading are read from the configuration at each question."""
+
+    def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
+        """The dict that contains a dotted key, or None, and the last component of the key."""
+        *parents, last = ds_key_long.split(".")
+        node: Any = self.config
+        for name in parents:
+            node = node.get(name)
+            if not isinstance(node, dict):
+                return None, last
+        return node, last
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """The value of a dotted key."""
+        node, last = self.find_config_node(ds_key_long)
+        return default if node is None else node.get(last, default)
+
+    def set_value(self, ds_key_long: str, value: Any) -> None:
+        """Set the value of a dotted key; create missing dicts."""
+        *parents, last = ds_key_long.split(".")
+        node = self.config
+        for name in parents:
+            node = node.setdefault(name, {})
+        # The configuration is JSON, which has no integers of numpy.
+        node[last] = value if (number := as_int(value)) is None else number
+
+    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
+        """Remove a value or a whole dict.
+
+        Raises:
+            SettingError: the entry does not exist, and `must_exist` is set.
+        """
+        node, last = self.find_config_node(ds_key_long)
+        if node is not None and last in node:
+            del node[last]
+        elif must_exist:
+            raise SettingError(
+                f"Cannot remove {ds_key_long!r} from the DeepSpeed configuration.",
+                "The configuration has no such entry.",
+                "Correct the key, or remove must_exist.",
+            )
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Whether a dotted key exists with a true value."""
+        return bool(self.get_value(ds_key_long, False))
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Whether a dotted key exists with a false value."""
+        value = self.get_value(ds_key_long)
+        return value is not None and not value
+
+    def is_zero2(self) -> bool:
+        """Whether optimizer states and gradients are sharded."""
+        return bool(self.get_value("zero_optimization.stage") == 2)
+
+    def is_zero3(self) -> bool:
+        """Whether parameters are sharded too."""
+        return bool(self.get_value("zero_optimization.stage") == 3)
+
+    def is_offload(self) -> bool:
+        """Whether optimizer states or parameters are offloaded."""
+        entries = (self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param"))
+        return any(device in OFFLOADING for device in entries)
+
+
+def _read(source: Any) -> dict[str, Any]:
+    """A configuration as a new dict, from a dict, a file, JSON in base64, or an object with such a dict as `config`.
+
+    Raises:
+        SettingError: the configuration cannot be read.
+    """
+    source = getattr(source, "config", source)
+    if isinstance(source, Mapping):
+        return copy.deepcopy(dict(source))
+    if not isinstance(source, (str, os.PathLike)):
+        raise SettingError(
+            f"Cannot read a DeepSpeed configuration of type {type(source).__name__}.",
+            "The configuration must be a dict or the path of a JSON file.",
+            "Pass a dict, or a path such as 'ds_config.json'.",
+        )
+    import base64
+
+    name = os.path.expanduser(os.fspath(source))
+    is_file = os.path.exists(name)
+    if not is_file and not _BASE64.fullmatch(name):
+        raise SettingError(
+            f"Cannot read the DeepSpeed configuration {name!r}.",
+            "There is no such file, and the value is not base64-encoded JSON.",
+            "Pass the path of a JSON file, or a dict.",
+        )
+    try:
+        table = parse_json(read_limited(name) if is_file else base64.urlsafe_b64decode(name))
+        if not isinstance(table, dict):
+            raise ValueError(f"It contains a {type(table).__name__}.")
+    except (OSError, ValueError) as error:
+        raise SettingError(
+            f"Cannot read the DeepSpeed configuration {name if is_file else 'in base64'}.",
+            str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}",
+            "Use a readable file with a JSON object, in braces.",
+        ) from None
+    return table
+
+
+def _encoded(ds_config: HfDeepSpeedConfig | str | os.PathLike[str]) -> str:
+    """A configuration as the value of an environment variable: its path, or base64-encoded JSON.
+
+    JSON has no infinity: in entries such as `steps_per_print` it becomes the largest 64-bit integer.
+
+    Raises:
+        SettingError: the configuration has a value that JSON cannot represent.
+    """
+    if isinstance(ds_config, (str, os.PathLike)):
+        return os.fspath(ds_config)
+    import base64
+    import json
+
+    try:
+        text = json.dumps(_finite(ds_config.config), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise SettingError(
+            "Cannot pass a DeepSpeed configuration to another process.",
+            f"It has a value that JSON cannot represent: {error}.",
+            "Replace the value by a number, a string, a list or a dict.",
+        ) from error
+    return base64.urlsafe_b64encode(text.encode()).decode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return sys.maxsize if value == float("inf") else value
+
+
+class AutoValue(NamedTuple):
+    """A known value of an entry.
+
+    Args:
+        key: the dotted key of the entry.
+        value: the known value.
+        source: its source, in the user's terms, such as "DeepSpeedPlugin(zero_stage=2)".
+        needed: add the entry if the configuration has none.
+        binding: the configuration must not have another value; False: this is a suggestion.
+    """
+
+    key: str
+    value: Any
+    source: str
+    needed: bool = False
+    binding: bool = True
+
+
+def fill_auto(ds_config: HfDeepSpeedConfig, auto_values: Iterable[AutoValue]) -> None:
+    """Set the entries that are "auto" in the configuration, or missing and needed.
+
+    Raises:
+        Conflict: the configuration contradicts values; the message lists all.
+    """
+    values = list(auto_values)
+    _refuse(contradictions(ds_config, values))
+    for auto in values:
+        present = ds_config.get_value(auto.key)
+        if present == AUTO_ENTRY or (present is None and auto.needed):
+            ds_config.set_value(auto.key, auto.value)
+
+
+def contradictions(ds_config: HfDeepSpeedConfig, auto_values: Iterable[AutoValue]) -> list[str]:
+    """One line for each value that the configuration contradicts."""
+    return [
+        f"{auto.key} is {present!r} in the DeepSpeed configuration, and {auto.value!r} by {auto.source}"
+        for auto in auto_values
+        if auto.binding
+        and (present := ds_config.get_value(auto.key)) not in (None, AUTO_ENTRY)
+        and not _same(present, auto.value)
+    ]
+
+
+def _refuse(lines: list[str]) -> None:
+    """Raise for the results of `contradictions`.
+
+    Raises:
+        Conflict: there are contradictions.
+    """
+    if lines:
+        raise Conflict(
+            "Cannot configure DeepSpeed from two sources.",
+            f"They contradict each other: {'; '.join(lines)}.",
+            'Set the same value in both, or "auto" in the configuration.',
+        )
+
+
+def refuse_auto(ds_config: HfDeepSpeedConfig) -> None:
+    """Raise for a configuration that still contains "auto".
+
+    Raises:
+        SettingError: it does; the message lists all such entries.
+    """
+    left = sorted(_auto_keys(ds_config.config))
+    if left:
+        raise SettingError(
+            "Cannot start DeepSpeed.",
+            f"The value of {', '.join(left)} is not known.",
+            'Replace "auto" by numbers. Sizes of ZeRO stage 3 are derived from model.config.hidden_size, learning '
+            "rates from a DummyOptim, schedules from a DummyScheduler.",
+        )
+
+
+def _auto_keys(table: Mapping[str, Any], before: str = "") -> Iterator[str]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _auto_keys(value, f"{before}{name}.")
+        elif value == AUTO_ENTRY:
+            yield before + name
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are equal, as numbers or strings of numbers."""
+    if one == other:
+        return True
+    if isinstance(one, bool) or isinstance(other, bool):
+        return str(one).lower() == str(other).lower()
+    try:
+        return float(one) == float(other)
+    except (TypeError, ValueError):
+        return False
+
+
+# ---------------------------------------------------------------- the settings
 _GROUP: Final = "DeepSpeed"
-_DEFAULT_STAGE: Final = 2
-_FP8: Final = settings_of(FP8Settings)
 _NARROW_PRECISIONS: Final = ("fp16", "bf16")
-_PRECISION_BESIDE_FP8: Final = "bf16"
-"""The precision of operations that do not compute in 8 bits."""
+_DEFAULT_TABLE: Final = {
+    "train_batch_size": AUTO_ENTRY,
+    "train_micro_batch_size_per_gpu": AUTO_ENTRY,
+    "gradient_accumulation_steps": AUTO_ENTRY,
+    "gradient_clipping": AUTO_ENTRY,
+    "steps_per_print": float("inf"),
+    "zero_allow_untested_optimizer": True,
+}
+_DEFAULT_ZERO: Final = {
+    "zero_optimization.stage": 2,
+    "zero_optimization.offload_optimizer.device": "none",
+    "zero_optimization.offload_param.device": "none",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
+}
+"""The default configuration; settings come first."""
 _ENTRY_OF_SETTING: Final = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
@@ -103,7 +392,7 @@ class DeepSpeedPlugin:
         zero3_save_16bit_model: gather 16-bit weights when the model is saved, with stage 3.
         transformer_moe_cls_names: classes of mixture-of-experts layers, separated by commas.
         enable_msamp: train in fp8 with MS-AMP; such a run raises an error, because MS-AMP is not on any package index.
-        msamp_opt_level: "O1" or "O2".
+        msamp_opt_level: has no effect.
         auto_wrap_policy: has no effect.
         config: further top-level entries of DeepSpeed's configuration.
 
@@ -122,7 +411,7 @@ class DeepSpeedPlugin:
 
     hf_ds_config: Any = setting(
         None,
-        type=ValueType("the path of a JSON file, or JSON text in base64", str, encoded, metavar="PATH"),
+        type=ValueType("the path of a JSON file, or JSON text in base64", str, _encoded, metavar="PATH"),
         variable="ACCELERATE_DEEPSPEED_CONFIG_FILE",
         flag="--deepspeed_config_file",
         key="deepspeed_config.deepspeed_config_file",
@@ -199,52 +488,42 @@ class DeepSpeedPlugin:
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        sources = {name: source for name in _ENTRY_OF_SETTING if (source := self._from_environment(name))}
-        for name in ("hf_ds_config", "zero3_init_flag", "transformer_moe_cls_names"):
-            self._from_environment(name)
-        if self.hf_ds_config in (None, "none"):
-            self.hf_ds_config = HfDeepSpeedConfig(self._made_table())
-        elif not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
-            self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
-        self._complete(sources)
+        resolved = resolve(type(self), {name: self._parsed(name) for name in settings_of(type(self))})
+        for name, (value, _) in resolved.items():
+            setattr(self, name, value)
+        table = self.hf_ds_config
+        is_default = table in (None, "none")
+        if is_default:
+            table = {**copy.deepcopy(_DEFAULT_TABLE), "zero_optimization": {}, **self._further}
+        self.hf_ds_config = table if isinstance(table, HfDeepSpeedConfig) else HfDeepSpeedConfig(table)
+        self._complete(
+            [
+                AutoValue(_ENTRY_OF_SETTING[name], value, self._source(name, origin), needed=True)
+                for name, (value, origin) in resolved.items()
+                if name in _ENTRY_OF_SETTING and origin != DEFAULT and value != AUTO_ENTRY
+            ]
+        )
+        if is_default:
+            fill_auto(self.hf_ds_config, [AutoValue(*row, "default", True, False) for row in _DEFAULT_ZERO.items()])
         self._read_back()
-        self._configure_msamp()
+        if self.enable_msamp is None:
+            fp8_backend = read_setting(settings_of(FP8Settings)["backend"])
+            self.enable_msamp = fp8_backend is not None and fp8_backend.value == "msamp"
 
     # ------------------------------------------------------------------ building the configuration
 
-    def _from_environment(self, name: str) -> str | None:
-        """Read a setting that was not passed from the environment; return the source of its value, or None."""
-        declared, value = settings_of(type(self))[name], getattr(self, name)
-        if value is not None:
-            if isinstance(value, str) and name != "hf_ds_config" and value != AUTO_ENTRY:
-                setattr(self, name, declared.parse(value, "argument"))
-            return f"DeepSpeedPlugin({name}={value!r})"
-        variable = read_setting(declared)
-        if variable is None:
-            return None
-        setattr(self, name, variable.value)
-        return f"the variable {declared.variable}"
+    def _parsed(self, name: str) -> Any:
+        """An argument; text is parsed as in a variable."""
+        value = getattr(self, name)
+        if isinstance(value, str) and name != "hf_ds_config" and value != AUTO_ENTRY:
+            return settings_of(type(self))[name].parse(value, "argument")
+        return value
 
-    def _made_table(self) -> dict[str, Any]:
-        """The default configuration; the entries for settings are added later."""
-        return {
-            "train_batch_size": AUTO_ENTRY,
-            "train_micro_batch_size_per_gpu": AUTO_ENTRY,
-            "gradient_accumulation_steps": AUTO_ENTRY,
-            "gradient_clipping": AUTO_ENTRY,
-            "zero_optimization": {
-                "stage": _DEFAULT_STAGE if self.zero_stage is None else self.zero_stage,
-                "offload_optimizer": {"device": self.offload_optimizer_device or "none"},
-                "offload_param": {"device": self.offload_param_device or "none"},
-                "stage3_gather_16bit_weights_on_model_save": bool(self.zero3_save_16bit_model),
-            },
-            "steps_per_print": float("inf"),
-            "zero_allow_untested_optimizer": True,
-            **self._further,
-        }
+    def _source(self, name: str, origin: str) -> str:
+        return f"DeepSpeedPlugin({name}={getattr(self, name)!r})" if origin == "argument" else origin
 
-    def _complete(self, sources: Mapping[str, str]) -> None:
-        """Add the passed settings to the configuration."""
+    def _complete(self, values: Iterable[AutoValue]) -> None:
+        """Add settings to the configuration."""
         ds_config = self.hf_ds_config
         if not isinstance(ds_config.get_value("zero_optimization"), dict):
             raise SettingError(
@@ -252,15 +531,10 @@ class DeepSpeedPlugin:
                 'The configuration has no entry "zero_optimization".',
                 'Add "zero_optimization": {"stage": 2}, or the stage you want.',
             )
-        values = [
-            AutoValue(_ENTRY_OF_SETTING[name], getattr(self, name), source, needed=True)
-            for name, source in sources.items()
-            if getattr(self, name) != AUTO_ENTRY
-        ]
-        values += [
+        further = [
             AutoValue(name, value, f"DeepSpeedPlugin({name}=...)", True) for name, value in self._further.items()
         ]
-        fill_auto(ds_config, values)
+        fill_auto(ds_config, (*values, *further))
         if ds_config.get_value("gradient_accumulation_steps") is None:
             # DeepSpeed's default.
             self._leaves_steps_open = True
@@ -274,7 +548,13 @@ class DeepSpeedPlugin:
         for name, key in _ENTRY_OF_SETTING.items():
             setattr(self, name, ds_config.get_value(key, defaults.get(name)))
         for what in ("optimizer", "param"):
-            self._check_disk(what)
+            device, path = f"offload_{what}_device", f"offload_{what}_nvme_path"
+            if getattr(self, device) == "nvme" and getattr(self, path) in (None, "none"):
+                raise SettingError(
+                    f"Cannot use DeepSpeedPlugin({device}='nvme').",
+                    "The folder on the NVMe disk is missing.",
+                    f"Set {path}.",
+                )
         if self.zero3_init_flag is None:
             self.zero3_init_flag = ds_config.is_zero3()
         if self.zero3_init_flag and not ds_config.is_zero3():
@@ -284,27 +564,6 @@ class DeepSpeedPlugin:
                 stacklevel=stack_level(),
             )
             self.zero3_init_flag = False
-
-    def _check_disk(self, what: str) -> None:
-        """Raise for offloading to NVMe without a folder."""
-        device, path = f"offload_{what}_device", f"offload_{what}_nvme_path"
-        if getattr(self, device) == "nvme" and getattr(self, path) in (None, "none"):
-            raise SettingError(
-                f"Cannot use DeepSpeedPlugin({device}='nvme').",
-                "The folder on the NVMe disk is missing.",
-                f"Set {path}.",
-            )
-
-    def _configure_msamp(self) -> None:
-        if self.enable_msamp is None:
-            fp8_backend = read_setting(_FP8["backend"])
-            self.enable_msamp = fp8_backend is not None and fp8_backend.value == "msamp"
-        if not self.enable_msamp:
-            return
-        if self.msamp_opt_level is None:
-            opt_level = read_setting(_FP8["opt_level"])
-            self.msamp_opt_level = "O1" if opt_level is None else opt_level.value
-        self.deepspeed_config["msamp"] = {"enabled": True, "opt_level": self.msamp_opt_level}
 
     # ------------------------------------------------------------------ reading it
 
@@ -369,9 +628,8 @@ class DeepSpeedPlugin:
         for key in kwargs:
             if key.startswith(prefix):
                 self.fill_match(key, collected, must_match, **kwargs)
-        self.hf_ds_config.set_stage_and_offload()
         if mismatches is None:
-            refuse(collected)
+            _refuse(collected)
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Set the precision in which DeepSpeed trains.
@@ -383,7 +641,8 @@ class DeepSpeedPlugin:
         if self.enable_msamp:
             raise no_msamp("Cannot use DeepSpeedPlugin(enable_msamp=True).")
         ds_config = self.hf_ds_config
-        name = _PRECISION_BESIDE_FP8 if str(mixed_precision) == "fp8" else str(mixed_precision)
+        # Operations that do not compute in 8 bits compute in bf16.
+        name = "bf16" if str(mixed_precision) == "fp8" else str(mixed_precision)
         if name == "fp16" and ds_config.get_value("fp16") is None:
             ds_config.set_value("fp16", {"enabled": True, "auto_cast": True})
         source = f"mixed_precision={str(mixed_precision)!r}"
@@ -429,16 +688,28 @@ class DeepSpeedPlugin:
 
     def set_deepspeed_weakref(self) -> None:
         """Pass the configuration to transformers, which then shards models while it creates them, or not."""
-        from accel_plugins.deepspeed.zero_init import transformers_view
-
         self.dschf = transformers_view(self.deepspeed_config, self.is_zero3_init_enabled())
 
     def set_moe_leaf_modules(self, model: Any) -> None:
-        """Make ZeRO stage 3 treat each mixture-of-experts layer of a model as one unit."""
-        if self.transformer_moe_cls_names:
-            from accel_plugins.deepspeed.zero_init import set_leaf_modules
+        """Make ZeRO stage 3 treat each mixture-of-experts layer of a model as one unit.
 
-            set_leaf_modules(model, self.transformer_moe_cls_names.split(","))
+        Raises:
+            SettingError: the model has no layer of one of the classes.
+        """
+        wanted = [name.strip() for name in (self.transformer_moe_cls_names or "").split(",") if name.strip()]
+        if not wanted:
+            return
+        from deepspeed.utils import set_z3_leaf_modules
+
+        by_name = {type(module).__name__: type(module) for module in model.modules()}
+        missing = [name for name in wanted if name not in by_name]
+        if missing:
+            raise SettingError(
+                f"Cannot use transformer_moe_cls_names={','.join(wanted)!r}.",
+                f"{type(model).__name__} has no layer of the class {', '.join(missing)}.",
+                "Set the class names of its mixture-of-experts layers.",
+            )
+        set_z3_leaf_modules(model, [by_name[name] for name in wanted])
 
     # ------------------------------------------------------------------ several configurations
 
@@ -465,3 +736,103 @@ class DeepSpeedPlugin:
             raise SettingError("Cannot call DeepSpeedPlugin.select().", *_NO_ACTIVE_CONFIGURATION)
         self._selected = True
         self.set_deepspeed_weakref()
+
+
+# ---------------------------------------------------------------- transformers, which creates models
+_ENTRIES_WHILE_BUILDING: Final = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 1,
+    "zero_optimization.reduce_bucket_size": 1,
+    "zero_optimization.stage3_prefetch_bucket_size": 0,
+    "zero_optimization.stage3_param_persistence_threshold": 0,
+}
+"""Entries that DeepSpeed reads as numbers while a model is created; their values have no effect there."""
+
+
+def transformers_view(table: Mapping[str, Any], sharded: bool) -> Any:
+    """The object through which transformers reads the configuration; None if it is not available.
+
+    transformers uses it while it exists and no other is created. It is not available without transformers, or without a
+    distribution named `accelerate`, which transformers requires; models are then created unsharded, and sharded by
+    `prepare`.
+
+    Args:
+        table: DeepSpeed's configuration, as a dict.
+        sharded: whether parameters of stage 3 are sharded while models are created, and in `generate`.
+    """
+    if not importable("transformers"):
+        return None
+    if installed_version("accelerate") is None:
+        if sharded:
+            _logger.warning(
+                "transformers creates unsharded models: it shards them only if the package accelerate is installed."
+            )
+        return None
+    ds_config = HfDeepSpeedConfig(table)
+    ds_config.del_config_sub_tree("train_batch_size")
+    for key, value in _ENTRIES_WHILE_BUILDING.items():
+        if ds_config.get_value(key) == AUTO_ENTRY:
+            ds_config.set_value(key, value)
+    for own in _NARROW_PRECISIONS:
+        if ds_config.get_value(f"{own}.enabled") == AUTO_ENTRY:
+            ds_config.set_value(f"{own}.enabled", False)
+    from transformers.integrations import HfDeepSpeedConfig as View
+
+    if ds_config.is_zero3() and not sharded:
+        ds_config.set_value("zero_optimization.stage", 0)
+    return View(ds_config.config)
+
+
+# ---------------------------------------------------------------- placeholders
+class DummyOptim:
+    """A placeholder for the optimizer that the entry "optimizer" of the DeepSpeed configuration describes.
+
+    Args:
+        params: parameters, or groups of them as for torch's optimizers.
+        lr: learning rate, if the configuration has "auto".
+        weight_decay: weight decay, if the configuration has "auto".
+        kwargs: stored for code that reads them.
+
+    Example:
+        >>> optimizer = DummyOptim(model.parameters(), lr=3e-4)
+        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    """
+
+    placeholder_for: ClassVar[ObjectKind] = ObjectKind.OPTIMIZER
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+        self.params = list(params)
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.kwargs = kwargs
+        self.state: dict[Any, Any] = {}
+        grouped = bool(self.params) and isinstance(self.params[0], dict)
+        self.param_groups: list[dict[str, Any]] = self.params if grouped else [{"params": self.params}]
+
+
+class DummyScheduler:
+    """A placeholder for the scheduler that the entry "scheduler" of the DeepSpeed configuration describes.
+
+    Args:
+        optimizer: its optimizer, or the placeholder for it.
+        total_num_steps: number of steps of the schedule, if the configuration has "auto".
+        warmup_num_steps: number of warm-up steps, if the configuration has "auto".
+        lr_scheduler_callable: receives the optimizer and returns the scheduler, if the configuration describes none.
+        kwargs: stored for code that reads them.
+    """
+
+    placeholder_for: ClassVar[ObjectKind] = ObjectKind.SCHEDULER
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+        self.kwargs = kwargs

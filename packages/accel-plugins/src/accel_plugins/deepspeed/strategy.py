@@ -15,20 +15,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.nn import Module
 
 from accel_plugins.bundle import Bundle
 from accel_plugins.context import Context
-from accel_plugins.deepspeed import engines
-from accel_plugins.deepspeed.config import DeepSpeedPlugin
-from accel_plugins.deepspeed.engines import batch_values, check_placeholders
-from accel_plugins.deepspeed.objects import (
+from accel_plugins.deepspeed.config import DeepSpeedPlugin, transformers_view
+from accel_plugins.deepspeed.engine import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
+    batch_values,
+    before_each_update,
+    check_placeholders,
+    end,
+    full_gradients,
+    full_weights,
+    is_engine,
+    load_engine,
+    parameters_behind,
+    put_engine_weights,
+    start,
+    tag_of,
 )
-from accel_plugins.deepspeed.zero_init import transformers_view
 from accel_plugins.manifest import ObjectKind
 from accel_plugins.matrix_optimizers import refuse_matrix_optimizers
 from accel_plugins.strategy import Strategy
@@ -88,7 +98,7 @@ class DeepSpeedStrategy(Strategy):
     def _tell_precision(self) -> None:
         """Set the run's precision in every configuration."""
         precision, family = self.context.precision, self.context.process.family
-        if precision.name == "fp16" and not engines.trains_in_fp16():
+        if precision.name == "fp16" and not get_accelerator().is_fp16_supported():
             raise NotOffered(
                 "Cannot use mixed_precision='fp16' with DeepSpeed.",
                 f"DeepSpeed does not train in fp16 on devices of the family {family.name!r}.",
@@ -146,9 +156,9 @@ class DeepSpeedStrategy(Strategy):
         gradient, ulysses = self.context.gradient, self._ulysses
         together = 1 if ulysses is None else ulysses.count
         sizes = batch_values(plugin, bundle, self.shards().count, gradient.num_steps, together, self._loaders)
-        started = engines.start(plugin, self.context, bundle, sizes, ulysses)
+        started = start(plugin, bundle, self.context.precision.dtype, sizes, ulysses)
         started.engine.register_forward_hook(lambda *_: self._forwarded.add(id(started.engine)))
-        engines.before_each_update(started.engine, self._announce_gradients)
+        before_each_update(started.engine, self._announce_gradients)
         self._engines.append(DeepSpeedEngineWrapper(started.engine))
         if plugin.hf_ds_config.is_zero3() and not plugin.is_zero3_init_enabled():
             # A model that was created unsharded is sharded now too, so transformers synchronises processes in
@@ -164,7 +174,7 @@ class DeepSpeedStrategy(Strategy):
 
     def _plain(self, model: Module) -> Module:
         """Prepare a model that is only evaluated and not sharded."""
-        return model.to(device=self.context.process.device, dtype=engines.dtype_of(self.context.precision))
+        return model.to(device=self.context.process.device, dtype=self.context.precision.dtype)
 
     def wrap_loader(self, loader: Any) -> Iterable[Any]:
         self._loaders.add(loader)
@@ -172,7 +182,7 @@ class DeepSpeedStrategy(Strategy):
         return wrapped
 
     def unwrap(self, model: Module) -> Module:
-        inner: Module = model.module if engines.is_engine(model) else model  # type: ignore[assignment]
+        inner: Module = model.module if is_engine(model) else model  # type: ignore[assignment]
         return inner
 
     # ------------------------------------------------------------------ one step
@@ -193,7 +203,7 @@ class DeepSpeedStrategy(Strategy):
         if len(training) > 1:
             training = [wrapped for wrapped in training if id(wrapped.engine) in self._forwarded]
         if len(training) > 1:
-            used = engines.parameters_behind(loss)
+            used = parameters_behind(loss)
             training = [wrapped for wrapped in training if any(id(own) in used for own in _parameters_of(wrapped))]
         if len(training) == 1:
             return training[0]
@@ -202,7 +212,7 @@ class DeepSpeedStrategy(Strategy):
             f"The loss may come from any of {len(training)} prepared models."
             if training
             else "No model was prepared together with an optimizer.",
-            "Call model.backward(loss) and model.step() of the right one."
+            "Freeze the models that do not train, and call them through accelerator.unwrap_model()."
             if training
             else "Pass model and optimizer to prepare() in one call.",
         )
@@ -216,10 +226,10 @@ class DeepSpeedStrategy(Strategy):
                 self._stepping = None
 
     def gradients(self, model: Module) -> dict[str, Tensor]:
-        if not engines.is_engine(model):
+        if not is_engine(model):
             return super().gradients(model)
         # They do not exist before backward, and the step frees them.
-        return engines.full_gradients(model) if model is self._stepping else {}
+        return full_gradients(model) if model is self._stepping else {}
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Any:
         listed = list(parameters)
@@ -239,7 +249,7 @@ class DeepSpeedStrategy(Strategy):
 
     def collect(self, kind: ObjectKind, item: Any) -> Any:
         """The object itself if the engine saves it, because the engine collects and writes together."""
-        if engines.is_engine(item) or isinstance(item, (DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper)):
+        if is_engine(item) or isinstance(item, (DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper)):
             return item
         return super().collect(kind, item)
 
@@ -253,17 +263,17 @@ class DeepSpeedStrategy(Strategy):
         safe_serialization: bool = True,
         **options: Any,
     ) -> None:
-        if engines.is_engine(state):
-            engines.save_engine(state, folder, index, options)
+        if is_engine(state):
+            state.save_checkpoint(str(folder), tag_of(index), **options)
         elif self.context.process.rank == 0 and not isinstance(
             state, (DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper)
         ):
             super().save(kind, state, folder, index, safe_serialization=safe_serialization)
 
     def load(self, kind: ObjectKind, item: Any, folder: Path, index: int, **options: Any) -> None:
-        if engines.is_engine(item):
+        if is_engine(item):
             options.pop("map_location", None)
-            client_state = engines.load_engine(item, folder, index, self.context.process, options)
+            client_state = load_engine(item, folder, index, self.context.process, options)
             for wrapped in self._engines:
                 if wrapped.engine is item:
                     wrapped.client_state = client_state
@@ -271,11 +281,11 @@ class DeepSpeedStrategy(Strategy):
             super().load(kind, item, folder, index, **options)
 
     def state_dict(self, model: Module) -> dict[str, Tensor]:
-        return engines.full_weights(model) if engines.is_engine(model) else super().state_dict(model)
+        return full_weights(model) if is_engine(model) else super().state_dict(model)
 
     def load_weights(self, model: Module, weights: Mapping[str, Tensor], strict: bool = True) -> None:
-        if engines.is_engine(model):
-            engines.put_engine_weights(model, weights, strict)
+        if is_engine(model):
+            put_engine_weights(model, weights, strict)
         else:
             super().load_weights(model, weights, strict)
 
@@ -285,7 +295,7 @@ class DeepSpeedStrategy(Strategy):
     def release(self, models: Sequence[Module], optimizers: Sequence[Any]) -> None:
         released = [wrapped for wrapped in self._engines if any(wrapped.engine is model for model in models)]
         for wrapped in released:
-            engines.end(wrapped.engine)
+            end(wrapped.engine)
             self._engines.remove(wrapped)
             self._forwarded.discard(id(wrapped.engine))
 

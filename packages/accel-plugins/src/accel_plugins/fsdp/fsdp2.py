@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -38,16 +38,14 @@ from accel_plugins.fsdp.sharding import (
     shard_groups,
 )
 from accel_plugins.manifest import Axis
-from accel_plugins.memory_plans import MemoryPlans, Overhead
 from accel_plugins.mesh import SHARDING_AXES, flattened, submesh
 from accel_plugins.model_part import ModelPart
 from accel_plugins.parameters import find_tied_parameters
 from accel_plugins.shards import Shards
+from accel_plugins.strategy import finite_or_zero
 from accel_state.errors import Conflict, NotOffered
 
-__all__ = ("FSDP2Plans", "FSDP2Strategy", "apply_fully_shard")
-
-_OFFLOAD: Final = "offload"
+__all__ = ("FSDP2Strategy", "apply_fully_shard")
 
 
 def apply_fully_shard(
@@ -63,32 +61,6 @@ def apply_fully_shard(
     }
     for block in (*shard_groups(model, config), model):
         fsdp.fully_shard(block, **arguments)
-
-
-class FSDP2Plans(MemoryPlans):
-    """Memory plans in which each repeated block is sharded separately, on the device or in host memory."""
-
-    variants: ClassVar[tuple[str, ...]] = ("", _OFFLOAD)
-    recomputes: ClassVar[bool] = True
-
-    def keeps_states_on_host(self, variant: str) -> bool:
-        return variant == _OFFLOAD
-
-    def settings(self, variant: str, blocks: Sequence[str], recompute: bool) -> Mapping[str, Any]:
-        return {
-            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if blocks else "NO_WRAP",
-            **({"transformer_cls_names_to_wrap": list(blocks)} if blocks else {}),
-            "cpu_offload": variant == _OFFLOAD,
-            "activation_checkpointing": recompute,
-        }
-
-    def parallelize(
-        self, model: Module, mesh: DeviceMesh, settings: Mapping[str, Any], mixed_precision: str
-    ) -> Overhead:
-        config = FullyShardedDataParallelPlugin(**settings)
-        config.compute_in(None if mixed_precision == "no" else mixed_precision)
-        apply_fully_shard(model, config, mesh, pins_memory=False)
-        return Overhead()
 
 
 class FSDP2Strategy(ShardedStrategy):
@@ -223,12 +195,34 @@ class FSDP2Strategy(ShardedStrategy):
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         groups = _alike(parameters)
-        norms = [_norm(group, norm_type) for group in groups]
-        # Unsharded parameters remain on the device when the others are offloaded.
-        together = [norm.to(norms[0].device) for norm in norms]
-        total = torch.linalg.vector_norm(torch.stack(together), norm_type) if together else torch.zeros(())
+        total = _total_norm(groups, norm_type)
         for group in groups:
             clip_grads_with_norm_(group, max_norm, total)
+        return total
+
+    def norm_with_sums(
+        self, parameters: Sequence[Tensor], sums: Tensor | None, max_norm: float | None = None, norm_type: float = 2.0
+    ) -> Tensor | None:
+        """The sums travel with the norm, if one reduction over all processes makes it."""
+        total: Tensor
+        groups = _alike(parameters)
+        sharded = _shards_over_all(groups, self.context.process.world_size)
+        if sums is not None and sharded and norm_type != float("inf"):
+            norms: Any = torch._foreach_norm(sharded, norm_type)  # pyright: ignore[reportPrivateImportUsage]
+            # In the order of torch, so that a guarded run equals another one bit for bit.
+            together = torch.cat([torch.stack(norms).float() ** norm_type, sums])
+            self.context.process.transport.all_reduce(together).wait()
+            total = torch.linalg.vector_norm(together[: len(sharded)] ** (1.0 / norm_type), norm_type)
+            sums.copy_(together[len(sharded) :])
+            sums[-1] = total * self.context.process.world_size
+        else:
+            total = _total_norm(groups, norm_type)
+            if sums is not None:
+                sums[-1] = total
+                self.context.process.transport.all_reduce(sums).wait()
+        if max_norm is not None:
+            for group in groups:
+                clip_grads_with_norm_(group, max_norm, finite_or_zero(total))
         return total
 
     def clip_value(self, parameters: Iterable[Tensor], value: float) -> None:
@@ -275,6 +269,26 @@ def _alike(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
         if gradient is not None:
             groups.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(parameter)
     return list(groups.values())
+
+
+def _total_norm(groups: list[list[Tensor]], norm_type: float) -> Tensor:
+    norms = [_norm(group, norm_type) for group in groups]
+    # Unsharded parameters remain on the device when the others are offloaded.
+    together = [norm.to(norms[0].device) for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(together), norm_type) if together else torch.zeros(())
+
+
+def _shards_over_all(groups: list[list[Tensor]], processes: int) -> list[Tensor]:
+    """The shards of the gradients, if each gradient is divided over all processes by one dimension; else nothing."""
+    gradients = [parameter.grad for group in groups for parameter in group]
+    divided = [
+        gradient.to_local()
+        for gradient in gradients
+        if isinstance(gradient, DTensor)
+        and gradient.device_mesh.size() == processes
+        and [placement.is_shard() for placement in gradient.placements] == [True]
+    ]
+    return divided if len(divided) == len(gradients) else []
 
 
 def _norm(parameters: list[Tensor], norm_type: float) -> Tensor:

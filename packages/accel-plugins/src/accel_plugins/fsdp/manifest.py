@@ -79,7 +79,6 @@ FSDP2: Final = Manifest(
     settings={"fsdp_version": 2},
     switch=_USE,
     parameter="fsdp_plugin",
-    memory_plans="accel_plugins.fsdp.fsdp2:FSDP2Plans",
     priority=51,
     tier=1,
     protocol=PROTOCOL,

@@ -136,6 +136,19 @@ class Precision:
             optimizer.step(closure)
         return True
 
+    def overflow(self, optimizer: Optimizer) -> Tensor | None:
+        """Two numbers on the device: 1 if an optimizer's gradients overflowed, else 0, and the loss scale.
+
+        Called after gradients are unscaled, before the step. None if this precision does not scale the loss.
+        """
+        return None
+
+    def learn_overflow(self, optimizer: Optimizer, overflowed: bool) -> None:
+        """Learn what `overflow` returned, from a caller who has read it, so that `step` does not read it again."""
+
+    def leave_out(self, optimizer: Optimizer) -> None:
+        """Forget that an optimizer's gradients were unscaled, because its step is left out; the scale stays."""
+
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint; empty when there is none."""
         return {}

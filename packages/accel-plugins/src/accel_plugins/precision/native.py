@@ -204,6 +204,7 @@ class Float16(Autocasting):
         self._together: Transport | None = None
         self._stepped: set[int] = set()
         self._unscaled: dict[int, int] = {}
+        self._overflowed: dict[int, bool] = {}
         self._backwards = 0
 
     @property
@@ -263,7 +264,23 @@ class Float16(Autocasting):
         if id(optimizer) in self._stepped:
             self._update_scale()
         self._stepped.add(id(optimizer))
-        return scaled_step(self._scaler, optimizer)
+        return scaled_step(self._scaler, optimizer, self._overflowed.pop(id(optimizer), None))
+
+    def overflow(self, optimizer: Optimizer) -> Tensor | None:
+        overflows = list(self._scaler._found_inf_per_device(optimizer).values()) if self._scaler.is_enabled() else []
+        scale = self._scaler._scale
+        if not overflows or scale is None:
+            return None
+        any_of = torch.stack([overflow.to(scale.device) for overflow in overflows]).amax()
+        return torch.stack([any_of.reshape(()), scale.reshape(())])
+
+    def learn_overflow(self, optimizer: Optimizer, overflowed: bool) -> None:
+        self._overflowed[id(optimizer)] = overflowed
+
+    def leave_out(self, optimizer: Optimizer) -> None:
+        self._scaler._per_optimizer_states.pop(id(optimizer), None)
+        self._unscaled.pop(id(optimizer), None)
+        self._overflowed.pop(id(optimizer), None)
 
     def _takes_part(self, optimizer: Optimizer) -> bool:
         """Whether the scaler steps an optimizer; if processes step together, also one without gradients here."""

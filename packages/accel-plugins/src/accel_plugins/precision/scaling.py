@@ -17,21 +17,30 @@ if TYPE_CHECKING:
 __all__ = ("ShardGradScaler", "SteppedOnDevice", "scaled_step")
 
 
-def scaled_step(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
+def scaled_step(scaler: torch.amp.GradScaler, optimizer: Optimizer, overflowed: bool | None = None) -> bool:
     """Step an optimizer whose gradients are scaled; return False when the step was skipped.
+
+    Args:
+        scaler: the scaler.
+        optimizer: the user's optimizer.
+        overflowed: whether the gradients overflowed, if that was read already; then this does not wait.
 
     It waits for the device once, to decide whether to step. A fused optimizer decides on the device: the result is then
     a `SteppedOnDevice`, which waits when it is read.
     """
     if getattr(optimizer, "_step_supports_amp_scaling", False) or type(scaler).step is not torch.amp.GradScaler.step:
         scaler.step(optimizer)
+        if overflowed is not None:
+            return not overflowed
         # Copies, because the scaler adds up the overflows of several optimizers in place.
         overflows = [overflow.clone() for overflow in scaler._found_inf_per_device(optimizer).values()]
         return cast("bool", SteppedOnDevice(overflows))
     # The same as `scaler.step`, which does not return whether it has stepped.
     if not scaler._found_inf_per_device(optimizer):
         scaler.unscale_(optimizer)
-    if any(overflow.item() for overflow in scaler._found_inf_per_device(optimizer).values()):
+    if overflowed is None:
+        overflowed = any(overflow.item() for overflow in scaler._found_inf_per_device(optimizer).values())
+    if overflowed:
         return False
     optimizer.step()
     return True

@@ -23,7 +23,6 @@ MANIFEST: Final = Manifest(
     strategy="accel_plugins.single.strategy:SingleStrategy",
     label=DistributedType.NO,
     present="accel_plugins.single.manifest:present",
-    memory_plans="accel_plugins.memory_plans:SinglePlans",
     tier=1,
     protocol=PROTOCOL,
 )

@@ -1,7 +1,7 @@
 """The optimizer that `prepare` returns: it steps when gradients are synchronised, by the methods of the strategy.
 
-It is the only caller of what a strategy does around a step: `finalize_gradients`, `step` and `after_step`, in this
-order. So a loop of a script, of the Accelerator and of the test kit drives a strategy alike.
+It is the only caller of what a strategy does around a step: `finalize_gradients`, `step` or `leave_out`, and
+`after_step`, in this order. So a loop of a script, of the Accelerator and of the test kit drives a strategy alike.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ class _Steps(Protocol):
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
         """Step; return False when the step was skipped."""
 
+    def leave_out(self, optimizer: Optimizer) -> None:
+        """Clear the gradients of a step that is left out."""
+
     def after_step(self, model: Module | None, optimizer: Optimizer) -> None:
         """Do what follows a step."""
 
@@ -59,6 +62,10 @@ class _Outcome(NamedTuple):
 
 
 _STEPPED: Final = _Outcome(skipped=False)
+
+
+class _LeftOut(Exception):
+    """Ends an optimizer's step from inside its closure, before it changed a weight."""
 
 
 def _outcome_of(stepped: object) -> _Outcome | SteppedOnDevice:
@@ -115,6 +122,7 @@ class AcceleratedOptimizer(Optimizer):
         # What the strategy does not override does nothing, and is not called.
         self._finalize_gradients = _overridden(strategy, "finalize_gradients")
         self._after_step = _overridden(strategy, "after_step")
+        self._leave_out: Callable[[Optimizer], None] = Optimizer.zero_grad if strategy is None else strategy.leave_out
         self._model: weakref.ref[Module] | None = None
         self._outcome: _Outcome | SteppedOnDevice = _STEPPED
         self._steps = 0
@@ -188,6 +196,7 @@ class AcceleratedOptimizer(Optimizer):
         hooks = own["step_hooks"]
         if (
             hooks.before_step
+            or hooks.judge_step
             or hooks.after_step
             or closure is not None
             or own["_finalize_gradients"] is not None
@@ -213,7 +222,7 @@ class AcceleratedOptimizer(Optimizer):
             self._finalize_gradients(optimizer)
         for before_step in hooks.before_step:
             before_step(optimizer)
-        stepped = self._step(optimizer, None if closure is None else self._completing(closure, losses))
+        stepped = self._step_if_good(optimizer, None if closure is None else self._completing(closure, losses))
         self._outcome = _outcome_of(stepped)
         if self._after_step is not None and stepped:
             self._after_step(self._model_that_trains(), optimizer)
@@ -221,6 +230,27 @@ class AcceleratedOptimizer(Optimizer):
             after_step(optimizer, stepped)
         self._count_step()
         return losses[0] if losses else None
+
+    def _step_if_good(self, optimizer: Optimizer, closure: Closure | None) -> Any:
+        """Step, or leave the step out if a hook decides so; the result of the step."""
+        try:
+            if closure is None:
+                self._judge()
+            return self._step(optimizer, closure)
+        except _LeftOut:
+            self._leave_out(optimizer)
+            return False
+
+    def _judge(self) -> None:
+        """Ask the hooks about this step.
+
+        Raises:
+            _LeftOut: the step is to be left out.
+        """
+        # All are asked, since each may communicate.
+        verdicts = [judge_step(self.optimizer) for judge_step in self.step_hooks.judge_step]
+        if not all(verdicts):
+            raise _LeftOut
 
     def _completing(self, closure: Closure, losses: list[Any]) -> Closure:
         """The closure; gradients that it computes are completed, and the losses that it returns are kept."""
@@ -230,6 +260,8 @@ class AcceleratedOptimizer(Optimizer):
             if self._finalize_gradients is not None:
                 self._finalize_gradients(self.optimizer)
             losses.append(loss)
+            if len(losses) == 1:
+                self._judge()
             return loss
 
         return compute
@@ -307,6 +339,7 @@ class AcceleratedOptimizer(Optimizer):
         self.step_hooks = StepHooks()
         self._step = _nothing_left_to_do if self.steps_in_backward else _step_of(None, None, self.scaler)
         self._finalize_gradients = self._after_step = self._model = None
+        self._leave_out = Optimizer.zero_grad
 
 
 class EngineSteppedOptimizer(AcceleratedOptimizer):
@@ -353,7 +386,7 @@ def inner_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-_OF_THE_RUN: Final = ("_step", "_finalize_gradients", "_after_step", "_model", "step_hooks")
+_OF_THE_RUN: Final = ("_step", "_finalize_gradients", "_leave_out", "_after_step", "_model", "step_hooks")
 """Attributes that a pickled optimizer does not contain."""
 
 

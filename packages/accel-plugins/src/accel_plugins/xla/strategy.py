@@ -1,18 +1,28 @@
-"""The strategy on XLA devices: each step is traced into one compiled graph, which ends after the optimizer step."""
+"""The strategy on XLA devices: each step is traced into one compiled graph, which ends after the optimizer step.
+
+A process has one device, or uses all its devices as one (FSDP v2 by SPMD): torch_xla's
+`SpmdFullyShardedDataParallel` shards the parameters of a model, and the compiler derives the necessary collectives.
+Modules inside are not wrapped, so names and classes in the user's model do not change.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch_xla
 import torch_xla.core.xla_model as xla_model
+import torch_xla.distributed.spmd as spmd
 import torch_xla.runtime as runtime
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch_xla.distributed.spmd.xla_sharding import apply_backward_optimization_barrier
+from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 
 from accel_ops.tree import recursively_apply
 from accel_plugins.bundle import Bundle
@@ -21,16 +31,15 @@ from accel_plugins.manifest import ObjectKind
 from accel_plugins.precision.base import Closure
 from accel_plugins.strategy import Strategy
 from accel_plugins.wrapped.optimizer import inner_optimizer
-from accel_plugins.xla import spmd
 from accel_plugins.xla.config import XLAPlugin
 from accel_plugins.xla.device_transfer import XLADeviceTransfer
-from accel_state.errors import Conflict, NotOffered, NotReady
+from accel_state.errors import Conflict, NotOffered, NotReady, SettingError
 from accel_state.settings.environ import publish
 
-__all__ = (
-    "XLAStrategy",
-    "move_state",
-)
+__all__ = ("XLAStrategy",)
+
+_SHARD_AXIS: Final = "fsdp"
+"""The axis name that torch_xla's wrapper expects."""
 
 _DOWNCAST_VARIABLE: Final = "XLA_DOWNCAST_BF16"
 """The variable that torch_xla reads once, when a device is first used."""
@@ -64,9 +73,11 @@ class XLAStrategy(Strategy):
         for model in bundle.models:
             self._make_equal(model)
         if self._mesh is not None:
-            bundle.models[:] = [spmd.shard_model(model, self._mesh, self.config.blocks) for model in bundle.models]
+            bundle.models[:] = [_shard_model(model, self._mesh, self.config.blocks) for model in bundle.models]
         for optimizer in bundle.optimizers:
-            move_state(optimizer)
+            if optimizer.state:
+                # An optimizer that has stepped: loading its own state moves it to the device of its parameters.
+                optimizer.load_state_dict(optimizer.state_dict())
             self._shard_state(optimizer)
         torch_xla.sync()
         return bundle
@@ -78,13 +89,13 @@ class XLAStrategy(Strategy):
                 self.context.process.transport.broadcast(tensor.detach(), 0).wait()
 
     def unwrap(self, model: Module) -> Module:
-        inner = spmd.unwrapped(model)
-        return model if inner is None else inner
+        inner: Module = model.module if isinstance(model, SpmdFullyShardedDataParallel) else model
+        return inner
 
     def wrap_loader(self, loader: Any) -> Any:
         """The loader with torch_xla's transfer to the device, unless device placement is off."""
         if getattr(loader, "device", None) is not None:
-            sharding = None if self._mesh is None else spmd.BatchSharding(self._mesh)
+            sharding = None if self._mesh is None else _BatchSharding(self._mesh)
             loader.device_transfer = XLADeviceTransfer(self.context.process.device, self.config.prefetch, sharding)
         return loader
 
@@ -157,13 +168,17 @@ class XLAStrategy(Strategy):
         return gradients
 
     def _shard_parameters(self, model: Module) -> None:
-        if self._mesh is not None:
-            spmd.shard_parameters(self.unwrap(model), self._mesh)
+        """Shard the replicated parameters of a model, for example after loading."""
+        for parameter in () if self._mesh is None else self.unwrap(model).parameters():
+            _shard_parameter(parameter, self._mesh)
         torch_xla.sync()
 
     def _shard_state(self, optimizer: Optimizer) -> None:
-        if self._mesh is not None:
-            spmd.shard_state(optimizer, self._mesh)
+        """Shard an optimizer's state like its parameters, where it is replicated."""
+        for parameter, state in () if self._mesh is None else optimizer.state.items():
+            for value in state.values():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and value.device == parameter.device:
+                    _shard_parameter(value, self._mesh)
 
 
 def _on_host(state: Any) -> Any:
@@ -201,7 +216,8 @@ def _mesh(context: Context, config: XLAPlugin) -> Any:
             "Create the Accelerator first, or set ACCEL_XLA_FSDP=true for the script.",
         )
     family.use_all_devices()
-    return spmd.mesh_of_all_devices()
+    devices = runtime.global_runtime_device_count()
+    return spmd.Mesh(np.arange(devices), (devices,), (_SHARD_AXIS,))
 
 
 def _check_one_device(context: Context) -> None:
@@ -231,7 +247,74 @@ def _downcast(context: Context) -> None:
     publish({_DOWNCAST_VARIABLE: "1"})
 
 
-def move_state(optimizer: Optimizer) -> None:
-    """Move the state of an optimizer that has stepped to the device of its parameters."""
-    if optimizer.state:
-        optimizer.load_state_dict(optimizer.state_dict())
+# ---------------------------------------------------------------- sharding by SPMD
+class _BatchSharding:
+    """Shards the tensors of a batch along their first dim, the samples.
+
+    It replaces torch_xla's `ShardingSpec`, which supports only one number of dims.
+
+    Args:
+        mesh: the devices.
+    """
+
+    def __init__(self, mesh: Any) -> None:
+        self._mesh = mesh
+        self.minibatch: bool = runtime.process_count() > 1
+        """Whether each process has a different batch."""
+
+    def xla_spec(self, tensor: Tensor) -> Any:
+        """The sharding of a tensor, called by torch_xla; None replicates it on every device."""
+        if tensor.ndim == 0:
+            return None
+        return spmd.ShardingSpec(self._mesh, _by_first_dim(tensor), minibatch=self.minibatch).xla_spec(tensor)
+
+
+def _shard_model(model: Module, mesh: Any, blocks: Sequence[str]) -> Module:
+    """Shard a model's parameters among the devices of a mesh, and the outputs of the model and its blocks.
+
+    Raises:
+        SettingError: no module has one of the class names.
+    """
+    for block in _blocks(model, blocks):
+        block.register_forward_hook(lambda module, inputs, output: _shard_output(output, mesh))
+        apply_backward_optimization_barrier(block)
+    # torch warns about hooks that run for inputs without gradients, such as the wrapper's hook on the whole model, and
+    # about hooks that never run because an output is not a tensor. The hooks only prevent too much fusion.
+    for message in ("Full backward hook is firing", "For backward hooks to be called, module output should be"):
+        warnings.filterwarnings("ignore", message, UserWarning)
+    wrapped: Module = SpmdFullyShardedDataParallel(model, mesh=mesh, shard_output=_shard_output)
+    return wrapped
+
+
+def _shard_parameter(tensor: Tensor, mesh: Any) -> None:
+    if tensor.ndim > 0 and not torch_xla._XLAC._get_xla_sharding_spec(tensor):
+        longest = max(range(tensor.ndim), key=lambda dim: tensor.shape[dim])
+        spmd.mark_sharding(tensor, mesh, tuple(_SHARD_AXIS if dim == longest else None for dim in range(tensor.ndim)))
+
+
+def _shard_output(output: Any, mesh: Any) -> None:
+    """Shard the tensors in an output of any structure along their first dim."""
+
+    def mark(tensor: Tensor) -> Tensor:
+        if tensor.ndim > 0:
+            spmd.mark_sharding(tensor, mesh, _by_first_dim(tensor))
+        return tensor
+
+    recursively_apply(mark, output)
+
+
+def _by_first_dim(tensor: Tensor) -> tuple[str | None, ...]:
+    return (_SHARD_AXIS, *(None for _ in range(tensor.ndim - 1)))
+
+
+def _blocks(model: Module, names: Sequence[str]) -> list[Module]:
+    by_class = {name: [module for module in model.modules() if type(module).__name__ == name] for name in names}
+    for name, modules in by_class.items():
+        if not modules:
+            classes = sorted({type(module).__name__ for module in model.modules()})
+            raise SettingError(
+                f"Cannot use XLAPlugin(blocks=({name!r},)).",
+                f"{type(model).__name__} has no module of that class. Its classes are: {', '.join(classes)}.",
+                "Use one of these classes.",
+            )
+    return [module for modules in by_class.values() for module in modules]

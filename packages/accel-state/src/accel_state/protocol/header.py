@@ -14,7 +14,7 @@ import torch
 
 from accel_state.transport.base import Transport, Work
 
-__all__ = ("ALIGNMENT", "HEADER_BYTES", "EagerHeader", "HeaderFields", "eager_header_bytes")
+__all__ = ("ALIGNMENT", "COMPARED_BYTES", "HEADER_BYTES", "EagerHeader", "HeaderFields", "eager_header_bytes")
 
 ALIGNMENT: Final = 16
 """Alignment of the segments of a payload, in bytes: the size of complex128, so that every dtype can be read there."""
@@ -23,7 +23,7 @@ _LAYOUT: Final = struct.Struct("<QQQQ")
 HEADER_BYTES: Final = _LAYOUT.size
 """Bytes of the fields before the payload, a multiple of `ALIGNMENT`."""
 
-_COMPARED_BYTES: Final = 16
+COMPARED_BYTES: Final = 16
 """Bytes at the start of the header that must be equal on all processes: fingerprint and flags."""
 
 _MAX_HEADER_BYTES: Final = 48 * 1024
@@ -99,7 +99,7 @@ class EagerHeader:
         self.generation += 1
         self._memory = memoryview(self._sent.numpy().data)
         self._table = self._received.numpy()
-        self._compared = self._table[:, :_COMPARED_BYTES]
+        self._compared = self._table[:, :COMPARED_BYTES]
 
     def own_payload(self, length: int) -> torch.Tensor:
         """The buffer for this process's payload, uint8 of shape (length,)."""
@@ -116,7 +116,7 @@ class EagerHeader:
 
     def are_equal(self) -> bool:
         """Whether the fingerprints and flags that were received are those of this process."""
-        return self._compared.tobytes() == bytes(self._memory[:_COMPARED_BYTES]) * self._world_size
+        return self._compared.tobytes() == bytes(self._memory[:COMPARED_BYTES]) * self._world_size
 
     def lengths(self) -> list[int]:
         """Bytes of payload that each process announced."""

@@ -17,7 +17,9 @@ from accel_state.settings.schema import Setting, given_value, settings_of
 
 __all__ = (
     "DEFAULT",
+    "LAUNCH_RECORD",
     "ORIGINS",
+    "REPEATED_RUN",
     "Given",
     "fill_from_environment",
     "from_environment",
@@ -45,6 +47,14 @@ _PLAIN: Final = re.compile(r"[ -$&-+\--9;-~]*")
 
 ORIGINS: Final = "ACCEL_LAUNCH_ORIGINS"
 """Variable in which a launcher passes on the origin of each value: the flag, or the line of a config file."""
+
+
+LAUNCH_RECORD: Final = "ACCEL_LAUNCH_RECORD"
+"""Variable in which `accel launch` passes on, as JSON, its command line and its settings with their sources."""
+
+
+REPEATED_RUN: Final = "ACCEL_REPEATED_RUN"
+"""Variable in which `accel runs repeat` and `replay` ask for another folder and for an end after a step, as JSON."""
 
 
 def read_setting(setting: Setting, environ: Mapping[str, str] | None = None) -> Given | None:

@@ -28,6 +28,9 @@ _REDUCTIONS: Final = {
     "min": dist.ReduceOp.MIN,
 }
 
+_FEW: Final = 8
+"""In groups of so many processes over gloo, and more than two, each sends its header to every other one by itself."""
+
 _ADDRESS_BYTES: Final = 512
 """More than the longest host name with a port."""
 
@@ -73,6 +76,10 @@ class TorchDistTransport(Transport):
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:
         group = self._header if header else self._data
+        if header and self._over_gloo and 2 < self.world_size <= _FEW:
+            # Gathering passes messages on around a ring, so that each process waits several times.
+            to_each = tensor.view(-1).repeat(self.world_size)
+            return _started(dist.all_to_all_single(output, to_each, group=group, async_op=True))
         if tensor.is_cpu and not self._over_gloo:
             # Each CPU backend can gather into a list; MPI supports nothing else.
             rows = list(output.view(self.world_size, -1))

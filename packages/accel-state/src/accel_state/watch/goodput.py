@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from accel_state.errors import NotFound, SettingError
-from accel_state.proc import state_of
+from accel_state.proc import process_info, state_of
 from accel_state.untrusted import dict_of, integer, number, open_regular, parse_json, read_limited, record, text
 from accel_state.watch.record import (
     BEFORE,
@@ -52,12 +52,14 @@ __all__ = (
     "GOODPUT_FOLDER",
     "GoodputSummary",
     "RankTime",
+    "account_history",
     "account_line",
     "append_line",
     "close_account",
     "close_accounts",
     "keep_account",
     "launcher_line",
+    "memory_in_use",
     "pause_after",
     "read_goodput",
 )
@@ -123,6 +125,30 @@ def account_line(cells: Sequence[float], event: str, now: float = 0.0) -> dict[s
         "begun": max(step, begun, int(cells[BEFORE])),
         "seconds": dict(zip(CATEGORIES, (round(one, 6) for one in seconds), strict=True)),
     }
+
+
+def memory_in_use() -> dict[str, int]:
+    """The bytes of this process, and of its tensors on a device that has its own memory, for a line of the account."""
+    info, device = process_info(os.getpid()), None
+    with contextlib.suppress(Exception):
+        # A device that fails reports that elsewhere.
+        device = STATUS_RECORD.device_memory()
+    return {
+        **({} if info is None else {"memory": info.memory}),
+        **({} if device is None else {"device_memory": device}),
+    }
+
+
+def account_history(run: str | os.PathLike[str]) -> dict[int, list[dict[str, Any]]]:
+    """The lines of each process, by rank, in the order of their time; empty if the run has no account."""
+    folder = Path(run, GOODPUT_FOLDER)
+    history: dict[int, list[dict[str, Any]]] = {}
+    with contextlib.suppress(OSError):
+        for path in sorted(folder.iterdir()):
+            if match := _FILE.fullmatch(path.name):
+                lines = _valid(read_limited(path, _MOST_BYTES).splitlines(), _OF_A_PROCESS)
+                history[int(match[1])] = sorted(lines, key=_time)
+    return history
 
 
 def pause_after(cells: Sequence[float], now: float) -> float:

@@ -22,7 +22,7 @@ from accel_state.errors import StoreUnreachable
 from accel_state.transport.control import ControlStore
 from accel_state.transport.shutdown import exit_exception
 from accel_state.watch.calls import CallLog, UserFrame
-from accel_state.watch.goodput import account_line, append_line, pause_after
+from accel_state.watch.goodput import account_line, append_line, memory_in_use, pause_after
 from accel_state.watch.record import STATUS_FOLDER, STATUS_RECORD
 from accel_state.watch.status import (
     EXITED_NORMALLY,
@@ -177,7 +177,7 @@ class HangMonitor:
         # No other thread runs during a copy.
         path, cells = STATUS_RECORD.account, tuple(STATUS_RECORD.cells)
         if path and now >= self._line_due:
-            append_line(path, account_line(cells, "so far", now))
+            append_line(path, {**account_line(cells, "so far", now), **memory_in_use()})
             self._line_due = now + pause_after(cells, now)
 
     def _use_store(self, now: float, stack: bool, requests: bool) -> None:

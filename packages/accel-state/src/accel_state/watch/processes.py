@@ -73,6 +73,7 @@ class ProcessStatus:
         memory: bytes of host memory that it uses; None if unknown.
         device_memory: bytes that its tensors use on its device; None if the device does not count them.
         call: number of its last collective; 0 if it has called none.
+        bad_step: the last step that a guard found bad, as text; empty if there was none.
         stack: the stacks of its threads, if they were requested.
     """
 
@@ -88,6 +89,7 @@ class ProcessStatus:
     memory: int | None = None
     device_memory: int | None = None
     call: int = 0
+    bad_step: str = ""
     stack: str = ""
 
 
@@ -298,6 +300,7 @@ def _published(rank: int, own: RankStatus, age: float) -> ProcessStatus:
         memory=own.memory or None,
         device_memory=None if own.device_memory < 0 else own.device_memory,
         call=own.number,
+        bad_step=own.bad_step,
     )
 
 

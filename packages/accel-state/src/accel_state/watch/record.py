@@ -133,6 +133,7 @@ class StatusRecord:
         samples: returns the ids of the samples of the current batch, or of the batch with a number in the epoch; empty
             if they are not known.
         folder: folder with the run's output, or empty.
+        bad_step: the last step that a guard found bad, as text; empty if there was none.
         device_memory: returns the bytes that this process uses on its device; None if they are not counted.
         activity: what this process does instead of training.
         account: file to which the monitor's thread appends the seconds (`goodput`); empty if there is none.
@@ -147,6 +148,7 @@ class StatusRecord:
         "account",
         "activity",
         "backwards",
+        "bad_step",
         "cells",
         "device_memory",
         "doing",
@@ -162,7 +164,7 @@ class StatusRecord:
     def __init__(self) -> None:
         self.steps = self.loaded = self.backwards = 0
         self.cells: Any = memoryview(bytearray(8 * _NUMBERS)).cast("d")
-        self.status_folder = self.folder = ""
+        self.status_folder = self.folder = self.bad_step = ""
         self.samples: Callable[[int | None], list[str]] = lambda read: []
         self.device_memory: Callable[[], int | None] = lambda: None
         self.account = ""

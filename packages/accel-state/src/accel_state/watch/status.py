@@ -92,6 +92,7 @@ class RankStatus:
         account: file with the lines of its time account, or empty.
         in_backward: whether it waits in a backward pass, which also computes.
         backwards: number of its calls of `Accelerator.backward` that synchronise gradients.
+        bad_step: the last step that a guard found bad, as text; empty if there was none.
     """
 
     number: int
@@ -122,6 +123,7 @@ class RankStatus:
     account: str = ""
     in_backward: bool = False
     backwards: int = 0
+    bad_step: str = ""
 
     def to_json(self) -> str:
         """The status as JSON."""
@@ -202,6 +204,7 @@ def capture_status(
         account=STATUS_RECORD.account,
         in_backward=frame.in_backward if frame else False,
         backwards=STATUS_RECORD.backwards,
+        bad_step=STATUS_RECORD.bad_step,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import itertools
 import pickle
 import subprocess
 import sys
@@ -13,10 +12,8 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
-import pytest
-
 from accel_plugins.manifest import OLDEST_PROTOCOL, PROTOCOL, Manifest
-from accel_plugins.resolve import memory_plans, strategy_class
+from accel_plugins.resolve import strategy_class
 from accel_plugins.strategy import Strategy
 from accel_state import current
 from accel_state.errors import AccelError
@@ -73,21 +70,6 @@ class DeclarationTests(SuiteBase):
                 assert from_environment(config, to_environment(settings)) == settings
             if any(known.variable for known in settings_of(config).values()):
                 assert any(settings != usual for settings in changed), "no environment variable changes a setting"
-
-    def test_memory_plans_set_fields_of_the_settings(self) -> None:
-        if not self.manifest.memory_plans:
-            pytest.skip(f"the memory of {self.manifest.name} is not estimated")
-        plans = memory_plans(self.manifest)
-        assert any(plans.trains_on(processes) for processes in (1, 2, 8)), (
-            "there is no memory plan for 1, 2 or 8 processes"
-        )
-        known = settings_of(_imported(self.manifest.config)) if self.manifest.config else {}
-        for variant, recompute in itertools.product(plans.variants, (False, True)):
-            for name, value in plans.settings(variant, ("Block",), recompute).items():
-                assert name in known, f"{name} is not a setting of the backend"
-                assert known[name].flag, f"{name} has no launch flag"
-                assert known[name].key, f"{name} has no key in the config file"
-                assert known[name].parse(known[name].type.format(value), "plan") is not None
 
     def test_presence_is_answered_by_yes_or_no(self, run: Run) -> None:
         if self.manifest.present is not None:

@@ -182,6 +182,7 @@ class Accelerator(ProcessMixin, MeshMixin, DataMixin, TrainingMixin, SavingMixin
                 goodput=goodput_enabled(goodput),
             )
         )
+        project = self.session.options.project
         if project.remote is not None:
             from accel_torch.folders import automatic_folder
             from accel_torch.remote import probe

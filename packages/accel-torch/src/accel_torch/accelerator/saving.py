@@ -146,7 +146,8 @@ class SavingMixin(Facade):
             from accel_torch.weights import save_model
 
             save_directory = self.session.place_to_save(save_directory)
-            save_model(self.session, model, save_directory, max_shard_size, safe_serialization)
+            if self.session.saves:
+                save_model(self.session, model, save_directory, max_shard_size, safe_serialization)
 
     def load_weights(
         self, model: Module, weights: Mapping[str, Tensor] | str | os.PathLike[str], strict: bool = True
@@ -203,7 +204,9 @@ class SavingMixin(Facade):
         with self.session.saving():
             from accel_plugins.checkpoint.pickled import save
 
-            save(obj, self.session.place_to_save(f), self.session.options.project.save_on_each_node, safe_serialization)
+            if self.session.saves:
+                path = self.session.place_to_save(f)
+                save(obj, path, self.session.options.project.save_on_each_node, safe_serialization)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save the state of further objects in every checkpoint, and load it.

@@ -9,9 +9,10 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, overload
 
 from accel_plugins.layers import strategy_model
+from accel_state.errors import NotOffered
 from accel_state.labels import DEVICE_MAP
 from accel_state.library import stack_level
 from accel_state.watch.record import STATUS_RECORD
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from accel_plugins.strategy import Strategy
     from accel_state.labels import RNGType
     from accel_torch.session import Session
+    from accel_torch.step_guard.judge import StepJudge
 
 __all__ = ("PREPARING", "TrainingMixin")
 
@@ -226,8 +228,9 @@ class TrainingMixin(Facade):
 
         With a weight, the gradient is that of the mean over all tokens (or samples) of the step, on all processes. A
         micro-batch may have several losses with weights of different kinds: call this once for each, in the same order
-        on all processes. One backward pass at the end of the micro-batch computes the gradients of all of them: when
-        its `accumulate` block ends, or when gradients are clipped or the optimizer steps.
+        on all processes. Their gradients are computed at the end of the micro-batch: when its `accumulate` block ends,
+        or when gradients are clipped or the optimizer steps. That is one backward pass for all losses. In a window of
+        several micro-batches, the earlier ones have one for each loss, and their gradients are kept apart.
 
         Args:
             loss: a tensor with one element. It is divided by the number of micro-batches, or multiplied by this
@@ -239,8 +242,8 @@ class TrainingMixin(Facade):
 
         Raises:
             Conflict: losses with and without a weight are mixed, or their number differs between processes.
-            NotOffered: a window of several micro-batches has losses with several weights, or the backend divides the
-                loss itself.
+            NotOffered: the backend divides the loss itself; or a window of several micro-batches has losses with
+                several weights, and the backend reduces gradients in each backward pass.
 
         Example:
             >>> loss = loss_function(model(inputs), targets)
@@ -254,7 +257,11 @@ class TrainingMixin(Facade):
         if session.gradient.sync_gradients:
             STATUS_RECORD.backwards += 1
         if weight is not None:
-            accumulation.add_loss(loss, weight, lambda total: self._backward_with_hooks(total, dict(kwargs)))
+
+            def backward(total: Tensor, **options: Any) -> None:
+                self._backward_with_hooks(total, {**kwargs, **options})
+
+            accumulation.add_loss(loss, weight, backward, session.prepared.optimizers)
             return
         try:
             if accumulation.plain and not (kwargs or hooks.before_backward or hooks.after_backward):
@@ -529,6 +536,11 @@ class TrainingMixin(Facade):
         return any(optimizer.step_was_skipped for optimizer in self.session.prepared.optimizers)
 
     @property
+    def guard(self) -> StepJudge | None:
+        """The guard that judges each step, with its `events`; None without a `StepGuard` in `kwargs_handlers`."""
+        return cast("StepJudge | None", self.session.guard)
+
+    @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler of an fp16 run, otherwise None."""
         return self.session.precision.scaler
@@ -596,6 +608,12 @@ def _join_uneven_inputs(session: Session, joinables: Sequence[Any], even_batches
 
     if session.state.use_distributed:
         session.backend.demand("join")
+        if session.guard is not None:
+            raise NotOffered(
+                "Cannot enter join_uneven_inputs in a run with a StepGuard.",
+                "All processes judge each step together, and one without batches would be missed.",
+                "Use even_batches=True, or remove the StepGuard.",
+            )
     samplers = [] if even_batches is None else _adjustable(session)
     before = [sampler.even_batches for sampler in samplers]
     for sampler in samplers:

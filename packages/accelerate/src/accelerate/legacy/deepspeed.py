@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from accel_plugins.deepspeed.zero_init import gathered
+from accel_plugins.deepspeed.engine import gathered
 from accel_state.errors import SettingError
 from accel_state.run_state import AcceleratorState
 

@@ -236,10 +236,9 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_tracking.registry": "LoggerType",
     },
     "accelerate.utils.deepspeed": {
-        "accel_plugins.deepspeed.ds_config": "HfDeepSpeedConfig",
-        "accel_plugins.deepspeed.objects": """
-            DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper DummyOptim
-            DummyScheduler map_pytorch_optim_to_deepspeed
+        "accel_plugins.deepspeed.config": "DummyOptim DummyScheduler HfDeepSpeedConfig",
+        "accel_plugins.deepspeed.engine": """
+            DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper map_pytorch_optim_to_deepspeed
         """,
         "accelerate.legacy.deepspeed": "get_active_deepspeed_plugin",
     },
@@ -373,7 +372,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         """,
     },
     "accelerate.utils.random": {"accel_ops.rng": "set_seed synchronize_rng_state synchronize_rng_states"},
-    "accelerate.utils.torch_xla": {"accel_plugins.xla.install": "install_xla"},
+    "accelerate.utils.torch_xla": {"accelerate.legacy.install_xla": "install_xla"},
     "accelerate.utils.tqdm": {"accel_state.console": "tqdm"},
     "accelerate.utils.transformer_engine": {
         "accel_plugins.precision.fp8": """

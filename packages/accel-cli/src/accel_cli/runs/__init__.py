@@ -1,0 +1,1 @@
+"""The actions of `accel runs`: what they print, and the runs that they start."""

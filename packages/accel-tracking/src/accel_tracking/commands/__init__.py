@@ -1,1 +1,0 @@
-"""Commands that this package adds to `accel` through the entry-point group `accel.commands`."""
