@@ -90,7 +90,7 @@ HASHED = {
 
 
 @pytest.mark.parametrize("where", HASHED)
-def test_tuples_inside_of_each_other_are_not_hashed_for_ever(where: str) -> None:
+def test_tuples_inside_of_each_other_are_not_hashed_forever(where: str) -> None:
     # Each tuple has the one before it twice.
     doubled = b")" + b"q\x01h\x01\x86" * 100
     with pytest.raises(pickle.UnpicklingError, match="inside of each other without end"):

@@ -16,7 +16,7 @@ __all__ = ("load_restricted",)
 Names = Mapping[tuple[str, str], Any]
 
 _MOST_PARTS: Final = 1000
-"""Of what is hashed: tuples that contain each other twice would be hashed for ever."""
+"""Of what is hashed: tuples that contain each other twice would be hashed forever."""
 _MOST_PARTS_OF_ARGUMENTS: Final = 1 << 16
 
 
