@@ -428,8 +428,9 @@ def _child(reader: str, first: int, step: int) -> None:
     hook = AuditHook()
     sys.addaudithook(hook)
     warnings.simplefilter("ignore")
-    # torch imports them late, when something first asks for a tensor of some other kind.
-    for module in ("torch.nested._internal.ops", "torch._subclasses.schema_check_mode"):
+    # They are imported late: by torch for tensors of some other kinds, by pickle for its oldest kind of text.
+    late = ("torch.nested._internal.ops", "torch._subclasses.schema_check_mode", "encodings.raw_unicode_escape")
+    for module in late:
         importlib.import_module(module)
     with tempfile.TemporaryDirectory() as place:
         for gadget in every[: len(form.real())]:  # also imports what is imported when it is first used

@@ -78,3 +78,21 @@ def test_a_state_that_does_not_consist_of_fields_is_refused(state: bytes) -> Non
 def test_other_unpicklers_stay_as_they_are() -> None:
     load_restricted(pickle.dumps(1), NAMES)
     assert pickle._loads(pickle.dumps(Point(1))) == Point(1)  # type: ignore[attr-defined]
+
+
+HASHED = {
+    "a key": b"}(%sNu.",
+    "one key": b"}%sNs.",
+    "a dict": b"(%sNd.",
+    "a set": b"\x8f(%s\x90.",
+    "a frozen set": b"(%s\x91.",
+}
+
+
+@pytest.mark.parametrize("where", HASHED)
+def test_tuples_inside_of_each_other_are_not_hashed_forever(where: str) -> None:
+    # Each tuple has the one before it twice.
+    doubled = b")" + b"q\x01h\x01\x86" * 100
+    with pytest.raises(pickle.UnpicklingError, match="inside of each other without end"):
+        load_restricted(HASHED[where] % doubled, {})
+    assert load_restricted(HASHED[where] % b")q\x01h\x01\x86", {}) in ({((), ()): None}, {((), ())})

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Final
 
 __all__ = ("load_restricted",)
 
 Names = Mapping[tuple[str, str], Any]
+
+_MOST_PARTS: Final = 1000
+"""Of what is hashed: tuples that contain each other twice would be hashed forever."""
+_MOST_PARTS_OF_ARGUMENTS: Final = 1 << 16
 
 
 class _Unpickler(pickle._Unpickler):
@@ -56,7 +60,56 @@ class _Unpickler(pickle._Unpickler):
         else:
             raise pickle.UnpicklingError(f"the state of {type(made).__name__} does not consist of fields")
 
+    def _demand_few_parts(self, items: Iterable[Any], most: int = _MOST_PARTS) -> None:
+        """Refuse what consists of too many parts, counted as often as hashing meets them."""
+        for item in items:
+            parts, count = [item], 0
+            while parts:
+                part, count = parts.pop(), count + 1
+                if count > most:
+                    raise pickle.UnpicklingError("it has values inside of each other without end")
+                if isinstance(part, (tuple, list, frozenset)):
+                    parts.extend(part)
+                elif type(part) in self._classes:
+                    parts.extend(getattr(part, "__dict__", {}).values())
+
+    def load_setitem(self) -> None:
+        """Set an item of a dict."""
+        self._demand_few_parts(self.stack[-2:-1])  # type: ignore[attr-defined]
+        super().load_setitem()  # type: ignore[misc]
+
+    def load_setitems(self) -> None:
+        """Set items of a dict."""
+        self._demand_few_parts(self.stack[::2])  # type: ignore[attr-defined]
+        super().load_setitems()  # type: ignore[misc]
+
+    def load_dict(self) -> None:
+        """Make a dict of items."""
+        self._demand_few_parts(self.stack[::2])  # type: ignore[attr-defined]
+        super().load_dict()  # type: ignore[misc]
+
+    def load_additems(self) -> None:
+        """Add elements to a set."""
+        self._demand_few_parts(self.stack)  # type: ignore[attr-defined]
+        super().load_additems()  # type: ignore[misc]
+
+    def load_frozenset(self) -> None:
+        """Make a frozen set."""
+        self._demand_few_parts(self.stack)  # type: ignore[attr-defined]
+        super().load_frozenset()  # type: ignore[misc]
+
+    def load_reduce(self) -> None:
+        """Call something in the table, such as a set."""
+        self._demand_few_parts(self.stack[-1:], _MOST_PARTS_OF_ARGUMENTS)  # type: ignore[attr-defined]
+        super().load_reduce()  # type: ignore[misc]
+
     dispatch[pickle.BUILD[0]] = load_build
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+    dispatch[pickle.DICT[0]] = load_dict
+    dispatch[pickle.ADDITEMS[0]] = load_additems
+    dispatch[pickle.FROZENSET[0]] = load_frozenset
+    dispatch[pickle.REDUCE[0]] = load_reduce
 
 
 def load_restricted(content: bytes, names: Names) -> Any:

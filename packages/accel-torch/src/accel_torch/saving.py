@@ -21,6 +21,7 @@ from accel_plugins.checkpoint.state import CheckpointState, capture
 from accel_plugins.layers import strategy_model
 from accel_state.errors import CheckpointError, NotOffered, NotReady, SettingError
 from accel_state.transport.base import LocalTransport
+from accel_state.watch.calls import format_ranks
 from accel_state.watch.record import STATUS_RECORD
 from accel_torch.folders import next_folder
 
@@ -98,14 +99,14 @@ def _alone(saving: _Save, error: CheckpointError) -> _Save:
     Raises:
         CheckpointError: `error`, unless all others have gone on without calling it and this process has all weights.
     """
-    session, process = saving.session, saving.process
-    others = len(saving.barrier.gone_on)
+    session, process, others = saving.session, saving.process, saving.barrier.gone_on
     whole = not session.strategy.capabilities.collective_save and session.uploader is None
-    if process.rank or others < process.world_size - 1 or not whole:
+    if process.rank or len(others) < process.world_size - 1 or not whole:
         raise error
     logger.warning(
-        "Only the main process calls save_state(), and the others are in a later call. This checkpoint has the random "
-        "states of this process alone. Call save_state() on every process, without a condition.",
+        "Only the main process calls save_state(): %s. This checkpoint has the random states of this process alone. "
+        "Call save_state() on every process, without a condition.",
+        f"{format_ranks(others)} {'is' if len(others) == 1 else 'are'} in a later call, or ended",
     )
     transport = LocalTransport(process.device)
     topology = process.topology._replace(world_size=1, local_world_size=1)
