@@ -87,7 +87,7 @@ def _mixed(session: runs.Session) -> str | None:
         session.load()
     except CheckpointError as error:
         return f"a load failed: {error}"
-    numbers = {float(value) for parameter in session.model.parameters() for value in parameter.detach().unique()}
+    numbers = {value for parameter in session.model.parameters() for value in parameter.detach().flatten().tolist()}
     return None if numbers == {float(session.step.done)} else f"a load has numbers of several saves: {sorted(numbers)}"
 
 

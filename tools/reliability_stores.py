@@ -193,7 +193,7 @@ class _History:
             if not remote.verify(newest, hashes=True).good:
                 return f"the newest one is damaged: {remote.verify(newest).damage}"
         if _NAMED in self.acknowledged:
-            (named,) = remote.committed(_NAMED) or [None]
+            named = next(iter(remote.committed(_NAMED)), None)
             if named is None or (named.epoch, named.generation) < self.acknowledged[_NAMED]:
                 return f"{_NAMED} is not the one that was acknowledged"
             if not remote.verify(named, hashes=True).good:
