@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -19,10 +21,11 @@ def replicas_of_the_run(lighthouse: str) -> Iterator[None]:
     """The environment that the launcher gives a replica."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHFT_LIGHTHOUSE", lighthouse)
-        patch.setenv("ACCEL_TORCHFT_HOST", "127.0.0.1")
-        # The suites save after seven steps: in the middle of a round.
-        patch.setenv("ACCEL_TORCHFT_SYNC_EVERY", "4")
         yield
+
+
+# The suites save after seven steps: in the middle of a round.
+SETTINGS = {"ACCEL_TORCHFT_HOST": "127.0.0.1", "ACCEL_TORCHFT_SYNC_EVERY": "4"}
 
 
 class OneReplica:
@@ -35,6 +38,11 @@ class OneReplica:
     def group(cls, replicas_of_the_run: None) -> Iterator[Processes]:
         with Processes(cls.processes) as group:
             yield group
+
+    @pytest.fixture
+    def run(self, group: Processes) -> Callable[..., Any]:
+        """With the settings, which each call would otherwise remove from the environment."""
+        return partial(group.run, environment=SETTINGS)
 
 
 class TestSingle(OneReplica, BackendSuite):

@@ -131,6 +131,13 @@ class _StateTransport(HTTPTransport):  # type: ignore[misc] # torchft is not eve
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
         super().send_checkpoint(dst_ranks, step, send_to_device(state_dict, "cpu"), timeout)
 
+    def shutdown(self, wait: bool = True) -> None:
+        """End the server and close its socket, which torchft leaves to the garbage collector."""
+        super().shutdown(wait)
+        server = getattr(self, "_server", None)
+        if server is not None:
+            server.server_close()
+
 
 class Quorum:
     """The membership of this process's replica in the run.
