@@ -19,6 +19,7 @@ EXAMPLES = {
     "char_gpt.py": ("better than guessing: True", ()),
     "collectives.py": ("replicas agree: True", ()),
     "gan.py": ("close: True", ()),
+    "guarded.py": ("one step left out, weights finite: True", ()),
     "lora.py": ("learned: True", ("peft", "transformers")),
     "stream.py": ("each line once: True", ()),
     "zero3.py": ("learned: True", ("deepspeed",)),

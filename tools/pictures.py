@@ -2,11 +2,15 @@
 
 `killed-run.svg`: an example is trained twice, once undisturbed and once killed in the middle and started again with the
 same command. Its tracker wrote the curves that are drawn.
+
+`report-killed.html` and its picture: the report of a run in which a guard left a bad step out, a process was killed,
+and the launcher started the run again. The picture needs Chromium.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 import matplotlib
+import psutil
 
 from accel_tracking import read_run
 
@@ -39,6 +44,35 @@ def train(folder: Path, kill: bool = False) -> None:
         raise SystemExit(f"pictures: the example ended with exit code {process.returncode}")
 
 
+def report_of_a_killed_run(scratch: Path) -> None:
+    """Trains with a damaged sample, kills one process, and writes the report with its picture."""
+    run, script = scratch / "guarded", ROOT / "docs" / "examples" / "guarded.py"
+    accel = [sys.executable, "-m", "accel_cli.main"]
+    options = ["--cpu", "--num_processes", "2", "--max_restarts", "1", "--project_dir", str(run)]
+    words = [*accel, "launch", "-q", *options, str(script), "--steps", "400", "--output", str(run)]
+    environment, is_killed = {**os.environ, "OMP_NUM_THREADS": "1"}, False
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment, cwd=scratch) as process:
+        for line in process.stdout or ():
+            if not is_killed and "step 250:" in line:
+                children = psutil.Process(process.pid).children(recursive=True)
+                next(one for one in children if one.environ().get("RANK") == "1").kill()
+                is_killed = True
+    if process.returncode:
+        raise SystemExit(f"pictures: the example ended with exit code {process.returncode}")
+    page = PICTURES / "report-killed.html"
+    subprocess.run([*accel, "runs", "report", str(run), "-o", str(page)], check=True)
+    text = page.read_text(encoding="utf-8")
+    for path, public in ((scratch, "/home/me/runs"), (ROOT, "/home/me/accel"), (Path.home(), "/home/me")):
+        text = text.replace(str(path), public)
+    page.write_text(text, encoding="utf-8")
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        print("pictures: Chromium is not installed, so report-killed.png stays as it is")
+        return
+    shot = [f"--screenshot={page.with_suffix('.png')}", "--window-size=1280,1500", "--virtual-time-budget=5000"]
+    subprocess.run([browser, "--headless", "--no-sandbox", "--hide-scrollbars", *shot, page.as_uri()], check=True)
+
+
 def curve(file: Path) -> tuple[list[int], list[float]]:
     """Steps and losses of one file of the tracker."""
     records = [record for record in read_run(file).records if "loss" in record.values]
@@ -54,6 +88,7 @@ def main() -> int:
         train(killed)
         (undisturbed,) = (curve(file) for file in whole.rglob("*.jsonl"))
         attempts = sorted((curve(file) for file in killed.rglob("*.jsonl")), key=lambda found: found[0][0])
+        report_of_a_killed_run(Path(scratch))
     figure, axes = plt.subplots(figsize=(6.4, 3.0))
     axes.plot(*undisturbed, color="#9aa4b2", linewidth=6, alpha=0.6, label="undisturbed")
     for number, (steps, losses) in enumerate(attempts):
@@ -67,7 +102,7 @@ def main() -> int:
     shared = dict(zip(*undisturbed, strict=True))
     last = attempts[-1]
     apart = max(abs(shared[step] - loss) for step, loss in zip(*last, strict=True))
-    print(f"pictures: wrote killed-run.svg; after the restart the losses differ by at most {apart:g}")
+    print(f"pictures: wrote killed-run.svg and report-killed.html; after a restart losses differ by at most {apart:g}")
     return 0 if apart == 0 else 1
 
 
