@@ -68,7 +68,7 @@ WRITERS = {
     "a file": "open('left-behind', 'w')",
     "a folder": "os.mkdir('left-behind')",
     "a process": "__import__('subprocess').run(['true'])",
-    "a thread": "__import__('threading').Thread(target=print).start()",
+    "a thread": "t = __import__('threading'); t.Thread(target=t.Event().wait, daemon=True).start()",
     "a socket": "__import__('socket').socket()",
     "a variable": "os.environ['LEFT_BEHIND'] = '1'",
 }

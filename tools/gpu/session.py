@@ -39,6 +39,7 @@ ORDER = (
     "test_memory_on_devices",
     "test_micro_batches",
     "test_synchronisations_of_a_step",
+    "test_cost_of_judged_steps",
     "test_generators_on_devices",
     "test_pinned_loading_on_devices",
     "test_checkpoints_of_devices",

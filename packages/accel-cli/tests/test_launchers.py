@@ -226,7 +226,7 @@ def test_no_module_of_the_doctor_is_loaded_without_preflight(script, preflight):
     assert (int(done.stdout) > 0) == preflight
 
 
-LATER = ("glob", "json", "logging", "shutil", "tempfile", "traceback", "urllib.parse", "accel_cli.launch.hangs")
+LATER = ("glob", "logging", "shutil", "tempfile", "traceback", "urllib.parse", "accel_cli.launch.hangs")
 
 STARTED_AFTER = """
 import sys

@@ -155,7 +155,7 @@ def test_importing_it_lists_no_folder_and_imports_few_modules() -> None:
     )
     done = run("-c", code)
     assert done.returncode == 0, done.stderr
-    ours = ["", ".address", ".finder", ".names", ".names.homes"]
+    ours = ["", ".address", ".finder", ".installation", ".names", ".names.homes"]
     assert done.stdout.strip() == f"[] {[f'accelerate{name}' for name in ours]}"
 
 

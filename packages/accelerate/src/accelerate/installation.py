@@ -1,8 +1,8 @@
 """Finds another library named `accelerate` in this environment: its files in this package's folder, or its metadata.
 
 pip replaces one by the other. Other installers, and folders that are added to the path, may leave both: files of the
-original in this folder, or its metadata beside ours. The import warns, an error about a name that only the other has
-mentions it, and `accel doctor` lists it.
+original in this folder, or its metadata beside ours. The import warns if it is in the same folder as ours, an
+error about a name that only the other has mentions it, and `accel doctor` lists it.
 """
 
 from __future__ import annotations
@@ -66,10 +66,14 @@ def clash(folder: Path = _FOLDER) -> tuple[str, str] | None:
 
 
 def warn_of_clash() -> None:
-    """Warns once, at the import, if there is another `accelerate`."""
-    found = clash()
-    if found is not None:
-        warnings.warn(" ".join(found), UserWarning, stacklevel=3)
+    """Warns at the import, if another `accelerate` was installed into the same folder.
+
+    It looks for two paths, because an import lists no folder.
+    """
+    original = VERSION.partition("+")[0]
+    signs = (_FOLDER / "accelerator.py", _FOLDER.parent / f"accelerate-{original}.dist-info")
+    if any(map(Path.exists, signs)) and (reason := clash()) is not None:
+        warnings.warn(" ".join(reason), UserWarning, stacklevel=3)
 
 
 def examination(request: object = None, folder: Path = _FOLDER) -> Iterator[Finding]:

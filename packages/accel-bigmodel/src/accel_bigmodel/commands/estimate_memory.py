@@ -18,6 +18,8 @@ ESTIMATORS: Final[PluginGroup[Any]] = PluginGroup(
     "accel.memory", "memory estimator", interface=Interface(members=("add_arguments", "run"))
 )
 """The estimators for training."""
+_OF_TRAINING: Final = "accel-check"
+"""The package that provides one."""
 _DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
 
 
@@ -104,7 +106,7 @@ def _estimate_training(arguments: Namespace, options: dict[str, Any]) -> int:
         code: int = estimator.get(failed).run(arguments, options)
         return code
     raise SettingError(
-        failed, "The estimate needs the package accel-check, which is not installed.", "pip install accel-check"
+        failed, f"It belongs to {_OF_TRAINING}, which is not installed.", f"Run `pip install {_OF_TRAINING}`."
     )
 
 

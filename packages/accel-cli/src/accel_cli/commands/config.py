@@ -20,7 +20,7 @@ class Config:
     """The command; see `accel_cli.command.Command`."""
 
     help = "write a config file, with or without questions, or show one"
-    examples = ("", "show --config_file fsdp.yaml")
+    examples = ("", "show --config_file cluster.yaml")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the path of the file, and the actions without questions."""

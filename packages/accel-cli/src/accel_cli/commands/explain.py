@@ -93,7 +93,7 @@ class Explain:
     """The command; see `accel_cli.command.Command`."""
 
     help = "show the settings of a launch, the source of each, and the launcher"
-    examples = ("-- --num_processes 4 --use_fsdp", "--config_file fsdp.yaml --diff ddp.yaml")
+    examples = ("-- --num_processes 4 --mixed_precision bf16", "--config_file one.yaml --diff other.yaml")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the config files to show and to compare, and the arguments of the launch."""

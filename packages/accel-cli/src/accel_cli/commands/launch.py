@@ -23,7 +23,7 @@ class Launch:
     """The command; see `accel_cli.command.Command`."""
 
     help = "start a script on one or many processes"
-    examples = ("--num_processes 2 train.py --lr 0.1", "--config_file fsdp.yaml train.py")
+    examples = ("--num_processes 2 train.py", "--config_file cluster.yaml train.py")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the flags of the settings of the launchers and backends, then the script and its arguments.

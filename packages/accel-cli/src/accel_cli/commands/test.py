@@ -29,7 +29,7 @@ class Test:
     """The command; see `accel_cli.command.Command`."""
 
     help = "test processes, collectives, loaders and training on this machine"
-    examples = ("", "--config_file fsdp.yaml -- --num_processes 4")
+    examples = ("", "--config_file cluster.yaml -- --num_processes 4")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the config file, and further arguments of the launch."""

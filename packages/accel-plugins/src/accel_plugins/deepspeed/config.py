@@ -11,7 +11,6 @@ and `DummyScheduler` stand for objects that the configuration describes.
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import re
 import sys
@@ -46,7 +45,6 @@ __all__ = (
     "transformers_view",
 )
 
-_logger: Final = logging.getLogger(__name__)
 
 _BASE64: Final = re.compile(r"[A-Za-z0-9_-]+={0,2}")
 
@@ -392,7 +390,7 @@ class DeepSpeedPlugin:
         zero3_save_16bit_model: gather 16-bit weights when the model is saved, with stage 3.
         transformer_moe_cls_names: classes of mixture-of-experts layers, separated by commas.
         enable_msamp: train in fp8 with MS-AMP; such a run raises an error, because MS-AMP is not on any package index.
-        msamp_opt_level: has no effect.
+        msamp_opt_level: "O1" or "O2".
         auto_wrap_policy: has no effect.
         config: further top-level entries of DeepSpeed's configuration.
 
@@ -509,6 +507,11 @@ class DeepSpeedPlugin:
         if self.enable_msamp is None:
             fp8_backend = read_setting(settings_of(FP8Settings)["backend"])
             self.enable_msamp = fp8_backend is not None and fp8_backend.value == "msamp"
+        if self.enable_msamp:
+            if self.msamp_opt_level is None:
+                opt_level = read_setting(settings_of(FP8Settings)["opt_level"])
+                self.msamp_opt_level = "O1" if opt_level is None else opt_level.value
+            self.deepspeed_config["msamp"] = {"enabled": True, "opt_level": self.msamp_opt_level}
 
     # ------------------------------------------------------------------ building the configuration
 
@@ -764,7 +767,10 @@ def transformers_view(table: Mapping[str, Any], sharded: bool) -> Any:
         return None
     if installed_version("accelerate") is None:
         if sharded:
-            _logger.warning(
+            # The launcher reads these settings before it starts processes, and logs nothing.
+            import logging
+
+            logging.getLogger(__name__).warning(
                 "transformers creates unsharded models: it shards them only if the package accelerate is installed."
             )
         return None

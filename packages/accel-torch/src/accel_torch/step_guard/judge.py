@@ -518,15 +518,12 @@ def _event(
 
 
 def _error(event: StepEvent, in_a_row: int) -> NonFiniteStep | SpikeStep:
-    kind = NonFiniteStep if event.kind == "nonfinite" else SpikeStep
-    return kind(
-        f"Cannot make step {event.step}."
-        + (f" It is bad step number {in_a_row} in a row (max_consecutive)." if in_a_row else ""),
-        f"{event.sentence} {event.details}",
-        _REMEDIES[event.cause],
-        kind=event.cause,
-        samples=_flat(event.samples.values()),
-    )
+    again = f" It is bad step number {in_a_row} in a row (max_consecutive)." if in_a_row else ""
+    obstacle, remedy = f"{event.sentence} {event.details}", _REMEDIES[event.cause]
+    samples = _flat(event.samples.values())
+    if event.kind == "nonfinite":
+        return NonFiniteStep(f"Cannot make step {event.step}.{again}", obstacle, remedy, event.cause, samples)
+    return SpikeStep(f"Cannot make step {event.step}.{again}", obstacle, remedy, event.cause, samples)
 
 
 _REMEDIES: Final[Mapping[str, str]] = {
