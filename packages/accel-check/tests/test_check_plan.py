@@ -17,7 +17,11 @@ from accel_check.check_plan import CheckPlan, PlanReport
 from accel_testing.processes import run_command
 
 pytestmark = [pytest.mark.usefixtures("preloaded_python")]
-PRELOADED = ("accel_torch.accelerator", "accel_check.fake_world", "accel_check.recorder")
+# A plan follows DistributedDataParallel also where a module has imported the class before the plan begins.
+PRELOADED = (
+    *("accel_torch.accelerator", "accel_plugins.ddp.strategy"),
+    *("accel_check.fake_world", "accel_check.recorder"),
+)
 
 SCRIPT = """
 import torch

@@ -280,10 +280,12 @@ class FakeRank:
         )
 
     def _replace_replicas(self) -> None:
-        """Replace DDP, whose reducer reads values, by one that sends the same buckets."""
+        """Replace the methods of DDP, whose reducer reads values, by those of one that sends the same buckets."""
         _Replicas.note.append(self._reduced)
-        nn.parallel.DistributedDataParallel = _Replicas  # type: ignore[misc]
-        nn.parallel.distributed.DistributedDataParallel = _Replicas  # type: ignore[misc]
+        # Modules that were imported before may hold the class itself.
+        for name, function in list(vars(_Replicas).items()):
+            if inspect.isfunction(function):
+                setattr(nn.parallel.DistributedDataParallel, name, function)
 
     def _follow_constructors(self) -> None:
         begin, scale = torch.optim.Optimizer.__init__, torch.amp.GradScaler.__init__
@@ -518,7 +520,7 @@ def _split(parameters: list[Any], limit: int) -> Iterator[list[Any]]:
 
 
 class _Replicas(nn.parallel.DistributedDataParallel):
-    """Stands for DistributedDataParallel: sends the gradients of each bucket when backward has ended."""
+    """The methods that DistributedDataParallel has in a plan: they send each bucket when backward has ended."""
 
     note: ClassVar[list[Callable[[list[Any]], None]]] = []
     """Called with the parameters of each bucket that was sent."""
@@ -560,5 +562,5 @@ class _Replicas(nn.parallel.DistributedDataParallel):
             for parameter in present:
                 assert parameter.grad is not None
                 parameter.grad.copy_(buffer[: parameter.numel()].view_as(parameter))
-            for note in self.note:
+            for note in _Replicas.note:
                 note(present)
