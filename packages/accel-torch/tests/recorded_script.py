@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_torch import Accelerator, ProjectConfiguration, set_seed
+from accel_tracking.record import RECORD
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--project_dir")
@@ -56,6 +58,9 @@ for (batch,) in accelerator.skip_first_batches(loader, step):
     accelerator.log({"loss": loss.item()}, step=step)
     accelerator.save_state()
     if step == options.kill_at and not (project / "killed").exists() and accelerator.process_index == 0:
+        # A thread writes the record.
+        while not (project / RECORD).exists():
+            time.sleep(0.01)
         (project / "killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 accelerator.end_training()

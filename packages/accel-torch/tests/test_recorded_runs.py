@@ -115,7 +115,8 @@ def test_a_run_goes_on_where_nothing_can_be_written(tmp_path: Path, caplog: pyte
     (tmp_path / RECORD / "kept").touch()
     with caplog.at_level(logging.WARNING), pytest.raises(Exception, match="Cannot read the record"):
         written(tmp_path)
-    assert "The record of the run cannot be written" in caplog.text
+    # Once, although preparing the loader has changed it.
+    assert caplog.text.count("The record of the run cannot be written") == 1
     if os.geteuid():
         read_only = tmp_path / "read only"
         read_only.mkdir()

@@ -116,6 +116,10 @@ def _keep_processors() -> Iterator[Callable[[], Any]]:
 
 
 def _end() -> None:
+    recorder: Any = sys.modules.get("accel_torch.run_recorder")
+    if recorder is not None:
+        # As at the end of a process: its thread must not write to a folder that the test removes next.
+        recorder.wait_for_records()
     current.clear()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

@@ -84,6 +84,7 @@ class RunRecorder(Hook):
         self._content: dict[str, Any] = {"data": []}
         self._changed, self._writing = threading.Event(), threading.Lock()
         self._thread: threading.Thread | None = None
+        self._launcher_writes, self._warned = _launcher_writes_to(folder), ""
 
     def describe(self, session: Session) -> None:
         """Collect the facts of a session, and let the thread write them."""
@@ -108,9 +109,9 @@ class RunRecorder(Hook):
 
     def _write(self) -> None:
         self._changed.set()
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._write_changes, name="accel-run-record", daemon=True)
-            self._thread.start()
+        # A thread that still runs may have looked for changes for the last time; this one waits until it has ended.
+        self._thread = threading.Thread(target=self._write_changes, name="accel-run-record", daemon=True)
+        self._thread.start()
 
     def _write_changes(self) -> None:
         with self._writing:
@@ -120,8 +121,14 @@ class RunRecorder(Hook):
                     main = getattr(sys.modules.get("__main__"), "__file__", None)
                     self._content.update(code=describe_code(main or ""), packages=describe_packages())
                 problem = write_run_record(self.folder, dict(self._content), self._attempt)
-                if problem:
+                if problem and problem != self._warned and not self._launcher_has_warned():
+                    self._warned = problem
                     _log.warning("The record of the run cannot be written to %s: %s", self.folder, problem)
+
+    def _launcher_has_warned(self) -> bool:
+        """Whether the launcher, which writes to the folder before it starts this process, could not do so either."""
+        writable = os.path.isdir(self.folder) and os.access(self.folder, os.W_OK)
+        return self._launcher_writes and not writable
 
     def wait(self) -> None:
         """Wait for the file, for a bounded time."""
@@ -136,6 +143,16 @@ def _launch() -> dict[str, Any]:
     except ValueError:
         return {}
     return launch if isinstance(launch, dict) else {}
+
+
+def _launcher_writes_to(folder: str) -> bool:
+    """Whether the launcher of this process keeps an account of the run in the folder."""
+    launch = _launch()
+    project_dir = (launch.get("settings") or {}).get("project_dir")
+    # The others start a program that starts the processes, and leave the folder to them.
+    if launch.get("launcher") != "local" or not isinstance(project_dir, list):
+        return False
+    return os.path.abspath(os.path.join(str(launch.get("folder", "")), str(project_dir[0]))) == folder
 
 
 def _command(launch: Mapping[str, Any]) -> dict[str, Any]:

@@ -121,7 +121,7 @@ class Supervisor:
         """Run one attempt; return its exit code and, if the port is temporarily in use, the error."""
         unwritable = _record_in_run(processes.plan, "launch")
         if unwritable is not None and not attempt:
-            told = f"{unwritable}. The records of its time and its failures may be lost."
+            told = f"{unwritable}. The records of the run, its time and its failures may be lost."
             print(printable(f"accel launch: Cannot write to the run's folder: {told}"), file=sys.stderr, flush=True)
         code, refused = 0, None
         try:
