@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_testing.preloaded import PreloadedPython
 from accel_testing.processes import Finished, run_command
-from accel_torch import Accelerator
+from accel_torch import Accelerator, ProjectConfiguration
 from accel_torch.run_recorder import wait_for_records
 from accel_tracking import read_run
 from accel_tracking.record import RECORD, read_run_record
@@ -102,6 +102,16 @@ def written(folder: Path) -> dict[str, object]:
     accelerator.prepare(DataLoader(TensorDataset(torch.ones(6, 1))))
     wait_for_records()
     return read_run_record(folder)
+
+
+def test_a_folder_of_checkpoints_alone_gets_no_record(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True))
+    accelerator.save_state()
+    wait_for_records()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+    Accelerator(cpu=True, project_config=ProjectConfiguration(tmp_path), log_with="jsonl")
+    wait_for_records()
+    assert (tmp_path / RECORD).exists()
 
 
 def test_accelerators_of_a_process_are_one_start(tmp_path: Path) -> None:

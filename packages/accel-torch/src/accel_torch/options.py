@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -17,7 +17,7 @@ from accel_state.kwargs import KwargsHandler
 from accel_state.labels import PrecisionType, RNGType
 from accel_state.library import stack_level
 from accel_state.run_state import precision_name
-from accel_state.settings.environ import resolve
+from accel_state.settings.environ import LAUNCH_RECORD, resolve
 from accel_state.settings.integers import as_int
 from accel_state.settings.run import COMPILE_VARIABLE, PROJECT_DIR_VARIABLE, RunSettings
 
@@ -40,6 +40,7 @@ __all__ = (
     "generator_names",
     "given_precision",
     "goodput_enabled",
+    "is_run_recorded",
     "loader_configuration",
     "project_configuration",
     "resolve_alias",
@@ -76,6 +77,7 @@ class Options(NamedTuple):
         check_replicas_every: see `checked_interval`.
         straggler_report: whether to report at the end how each process spent its time.
         goodput: whether to record how each process spends its time in the project folder.
+        records_run: see `is_run_recorded`.
     """
 
     cpu: bool
@@ -98,6 +100,7 @@ class Options(NamedTuple):
     straggler_report: bool = False
     goodput: bool = False
     splits_by_argument: bool = False
+    records_run: bool = False
 
     def handler(self, kind: type[H]) -> H | None:
         """The settings object of a class, or None."""
@@ -154,6 +157,18 @@ def project_configuration(
     if folder and configuration.project_dir is None:
         configuration.set_directories(os.fspath(folder))
     return configuration
+
+
+def is_run_recorded(
+    project: ProjectConfiguration, project_dir: str | os.PathLike[str] | None, trackers: Sequence[Any]
+) -> bool:
+    """Whether the project folder gets the record of the run.
+
+    It does if the folder is an argument of the Accelerator, or the run has trackers, or `accel launch` started it. A
+    ProjectConfiguration alone may name a folder for checkpoints only, whose entries scripts count.
+    """
+    is_one_to_look_at = project_dir is not None or bool(trackers) or LAUNCH_RECORD in os.environ
+    return project.project_dir is not None and is_one_to_look_at
 
 
 def accumulation_plugin(

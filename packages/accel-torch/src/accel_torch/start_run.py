@@ -69,7 +69,7 @@ def start_session(options: Options) -> Session:
     _enter_requested_hooks(session, options)
     for hook in hooks:
         hook.start(session)
-    if session.process.rank == 0 and options.project.project_dir is not None:
+    if session.process.rank == 0 and options.records_run:
         from accel_torch.run_recorder import record_run
 
         record_run(session)

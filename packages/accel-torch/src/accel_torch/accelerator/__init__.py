@@ -35,6 +35,7 @@ from accel_torch.options import (
     generator_names,
     given_precision,
     goodput_enabled,
+    is_run_recorded,
     loader_configuration,
     project_configuration,
     resolve_alias,
@@ -158,6 +159,7 @@ class Accelerator(ProcessMixin, MeshMixin, DataMixin, TrainingMixin, SavingMixin
         }
         loader = loader_configuration(dataloader_config, moved)
         project = project_configuration(project_config, project_dir)
+        trackers = checked_trackers(log_with, project.logging_dir)
         self.session = start_session(
             Options(
                 cpu=cpu,
@@ -170,7 +172,7 @@ class Accelerator(ProcessMixin, MeshMixin, DataMixin, TrainingMixin, SavingMixin
                 project=project,
                 accumulation=accumulation_plugin(gradient_accumulation_plugin, gradient_accumulation_steps, loader),
                 rng_types=generator_names(rng_types),
-                log_with=checked_trackers(log_with, project.logging_dir),
+                log_with=trackers,
                 step_scheduler_with_optimizer=step_scheduler_with_optimizer,
                 handlers=checked_handlers(kwargs_handlers),
                 backends=without_none(plugins),
@@ -180,6 +182,7 @@ class Accelerator(ProcessMixin, MeshMixin, DataMixin, TrainingMixin, SavingMixin
                 check_replicas_every=checked_interval(check_replicas_every),
                 straggler_report=straggler_report,
                 goodput=goodput_enabled(goodput),
+                records_run=is_run_recorded(project, project_dir, trackers),
             )
         )
         project = self.session.options.project
