@@ -30,7 +30,7 @@ from accel_plugins.deepspeed.engine import gathered
 from accel_plugins.precision.config import AORecipeKwargs
 from accel_state.errors import AccelError
 from accel_state.run_state import AcceleratorState
-from accel_torch import Accelerator, DataLoaderConfiguration
+from accel_torch import Accelerator, DataLoaderConfiguration, NonFiniteStep, StepGuard
 
 
 def started(plugin: dict[str, Any] | None = None, **told: Any) -> Accelerator:
@@ -520,6 +520,39 @@ def exact_epochs(stage: int) -> dict[str, Any]:
         "off": off,
         "refusal": _refusal(lambda: refused.prepare(layers(), DataLoader(range(4)))),
     }
+
+
+def guarded(stage: int) -> dict[str, Any]:
+    """A guard of steps, and a NaN in a batch of the second process; then two actions that an engine cannot do."""
+    accelerator = started(parts(stage), kwargs_handlers=[StepGuard()])
+    inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(3))
+    # The second process reads the odd batches: its third one.
+    inputs[21, 0] = float("nan")
+    plain = layers()
+    model, optimizer, loader = accelerator.prepare(
+        plain, adamw(plain.parameters()), DataLoader(TensorDataset(inputs, inputs[:, :2]), batch_size=4)
+    )
+
+    def whole() -> list[float]:
+        weights = [safe_get_full_fp32_param(parameter) for parameter in plain.parameters()]
+        return torch.cat([weight.flatten() for weight in weights]).tolist()
+
+    before, error, good = whole(), "", 0
+    for features, targets in loader:
+        before = whole()
+        try:
+            accelerator.backward((model(features) - targets).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        except NonFiniteStep as bad:
+            error = str(bad)
+            break
+        good += before != whole()
+    (event,) = accelerator.guard.events
+    everyones = gather_object([[error, whole() == before, event.step, event.ranks, event.action, good]])
+    guards = [StepGuard(nonfinite="skip"), StepGuard(nonfinite="rollback", snapshot_every=2)]
+    refusals = [_refusal(partial(started, parts(stage), kwargs_handlers=[guard])) for guard in guards]
+    return {"everyones": everyones, "refusals": refusals}
 
 
 def _errors(model: Module, indices: Tensor) -> Tensor:

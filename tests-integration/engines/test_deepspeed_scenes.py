@@ -46,6 +46,16 @@ def test_exact_epochs_train_as_one_process_with_all_samples(play: Play, stage: i
     assert "weights the batches of a step itself" in done["refusal"]
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_guard_raises_on_all_processes_before_weights_change(play: Play, stage: int) -> None:
+    done = play(SCENES, "guarded", stage=stage)
+    for error, is_unchanged, step, ranks, action, good in done["everyones"]:
+        assert error.startswith("Cannot make step 3.")
+        assert is_unchanged
+        assert (step, ranks, action, good) == (3, [1], "raise", 2)
+    assert ["raise" in refusal for refusal in done["refusals"]] == [True, True]
+
+
 def test_accelerators_of_one_run_accumulate_alike(play: Play) -> None:
     done, expected = play(SCENES, "shared_accumulation"), play(SCENES, "shared_accumulation", plain=True)
     for mine, others in zip(done["losses"], expected["losses"], strict=True):
