@@ -6,6 +6,8 @@ A list names the wheel with its hash, and what it requires with the version that
 vendored into a wheel, so there are no other parts. The same wheel gives the same list.
 """
 
+# A decorator of cyclonedx makes the constructors, which pyright cannot follow.
+# pyright: reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
 import hashlib

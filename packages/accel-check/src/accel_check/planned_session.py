@@ -85,8 +85,9 @@ class _PlanHook(ScratchHook):
         """Save nothing, and do not check the first steps, which compares values."""
         session.guards_first_steps = session.saves = False
         mesh = session.state.device_mesh
-        for name in () if mesh is None else READ_ALIKE & set(mesh.mesh_dim_names or ()):
-            self._rank.reads_alike(mesh[name])
+        if mesh is not None:
+            for name in READ_ALIKE & set(mesh.mesh_dim_names or ()):
+                self._rank.reads_alike(mesh[name])
 
     def loader_prepared(self, session: Session, loader: Any) -> None:
         """Let a prepared loader yield batches without values."""

@@ -89,8 +89,11 @@ class XLAStrategy(Strategy):
                 self.context.process.transport.broadcast(tensor.detach(), 0).wait()
 
     def unwrap(self, model: Module) -> Module:
-        inner: Module = model.module if isinstance(model, SpmdFullyShardedDataParallel) else model
-        return inner
+        if isinstance(model, SpmdFullyShardedDataParallel):
+            inner: Any = model.module
+            assert isinstance(inner, Module)
+            return inner
+        return model
 
     def wrap_loader(self, loader: Any) -> Any:
         """The loader with torch_xla's transfer to the device, unless device placement is off."""

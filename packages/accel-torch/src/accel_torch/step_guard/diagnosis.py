@@ -187,7 +187,7 @@ def _samples(window: Window) -> tuple[list[str], list[str] | None]:
         dataset = _dataset_of(batch.loader())
         readable = readable and bool(indices) and dataset is not None and len(ids) + len(indices) <= _MOST_READ
         ids += map(str, indices)
-        if readable:
+        if readable and dataset is not None:
             try:
                 bad += [str(index) for index in indices if not _is_finite(dataset[index])]
             except Exception:
