@@ -94,7 +94,7 @@ class CheckPlan:
 
 
 def add_options(parser: Any) -> None:
-    """Declare the options of a plan, but for those of a launch."""
+    """Declare the options of a plan, except those of a launch."""
     parser.add_argument("--processes", type=int, help="The number of processes (default: product of the axes, or 1).")
     parser.add_argument("--ranks", type=read_numbers, default=(), help="Further ranks to try, such as 3,17.")
     parser.add_argument("--memory", type=_size, metavar="SIZE", help="Memory of a device, such as 80GiB.")

@@ -74,7 +74,7 @@ class ProcessLaunch:
 
 
 def add_launch_options(parser: Any) -> None:
-    """Declare the options of a launch, but for the number of processes."""
+    """Declare the options of a launch, except the number of processes."""
     parser.add_argument("--backend", default="", help="Backend, as `accel backends` lists it.")
     parser.add_argument(
         "--axes",
