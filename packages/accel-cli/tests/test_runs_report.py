@@ -15,6 +15,7 @@ import pytest
 from accel_cli.commands.runs import COMMAND
 from accel_cli.report.collect import thinned
 from accel_cli.report.page import LIMIT
+from accel_cli.runs import report as report_command
 from accel_state.errors import AccelError
 from accel_state.watch.record import CATEGORIES
 from accel_tracking import JSONLinesTracker
@@ -109,6 +110,22 @@ def test_a_folder_without_a_run_is_a_typed_error(tmp_path: Path) -> None:
     with pytest.raises(AccelError):
         report(tmp_path / "report.html", tmp_path)
     assert not (tmp_path / "report.html").exists()
+
+
+def test_watching_writes_again_until_the_run_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states, written = [True, True, False], []
+
+    def write(runs: Any, output: Path, refresh: float) -> bool:
+        written.append(refresh > 0)
+        return states.pop(0)
+
+    monkeypatch.setattr(report_command, "write_report", write)
+    monkeypatch.setattr(report_command, "_PAUSE", 0.001)
+    assert report_command.show_report(["run"], tmp_path / "report.html", watch=True) == 0
+    assert written == [True, True, True]
+    monkeypatch.undo()
+    assert report_command.show_report([str(stored_run(tmp_path / "run"))], tmp_path / "report.html", watch=True) == 0
+    assert (tmp_path / "report.html").exists()
 
 
 @pytest.mark.slow
