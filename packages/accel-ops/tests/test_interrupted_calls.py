@@ -389,12 +389,27 @@ def test_a_pending_call_may_be_interrupted_when_it_differs(two: Processes, waits
     assert values == others == [10, 11]
 
 
-def send_in(function: Any) -> None:
-    """Send a signal to this process when its main thread is in a function."""
+class StoppingOnce:
+    """A handler that raises when it is called first."""
+
+    def __init__(self) -> None:
+        self.was_called = threading.Event()
+
+    def __call__(self, *_: Any) -> None:
+        if not self.was_called.is_set():
+            self.was_called.set()
+            raise Stop("now")
+
+
+def send_in(function: Any, handler: StoppingOnce) -> None:
+    """Send signals to this process while its main thread is in a function, until the handler was called.
+
+    One is not enough: a signal that comes just before the thread waits for a lock does not end that wait.
+    """
     main = threading.main_thread().ident
-    while sys._current_frames()[main].f_code is not function.__code__:  # type: ignore[index]
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGUSR1)
+    while not handler.was_called.wait(0.01):
+        if sys._current_frames()[main].f_code is function.__code__:  # type: ignore[index]
+            os.kill(os.getpid(), signal.SIGUSR1)
 
 
 def interrupted_while_another_thread_calls() -> tuple[list[Any], list[int]]:
@@ -412,9 +427,10 @@ def interrupted_while_another_thread_calls() -> tuple[list[Any], list[int]]:
         thread.start()
         while not waiting():
             time.sleep(0.01)
-        previous = signal.signal(signal.SIGUSR1, stop)
+        handler = StoppingOnce()
+        previous = signal.signal(signal.SIGUSR1, handler)
         # This thread waits there for the lock of the turn.
-        sender = threading.Thread(target=send_in, args=(Turn.begin,))
+        sender = threading.Thread(target=send_in, args=(Turn.begin, handler))
         sender.start()
         with pytest.raises(Stop):
             gather(torch.tensor([0]))
