@@ -75,15 +75,15 @@ def convert_bytes(size: float) -> str:
 
     Example:
         >>> convert_bytes(1500), convert_bytes(12)
-        ('1.46 KB', '12 bytes')
+        ('1.46 KiB', '12 bytes')
     """
     if size < 1024:
         return f"{round(size, 2)} bytes"
-    for unit in ("KB", "MB", "GB", "TB"):
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
         size /= 1024
         if size < 1024:
             return f"{round(size, 2)} {unit}"
-    return f"{round(size / 1024, 2)} PB"
+    return f"{round(size / 1024, 2)} PiB"
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from accel_data.config import DataLoaderConfiguration
 from accel_plugins.checkpoint.config import ProjectConfiguration
+from accel_plugins.resolve import check_config
 from accel_state.errors import Conflict, SettingError, UnknownKind
 from accel_state.gradient import GradientAccumulationPlugin
 from accel_state.kwargs import KwargsHandler
@@ -34,6 +35,7 @@ __all__ = (
     "backend_config",
     "checked_handlers",
     "checked_interval",
+    "checked_placement",
     "checked_trackers",
     "checked_transforms",
     "compile_settings",
@@ -216,13 +218,34 @@ def generator_names(rng_types: Iterable[str | RNGType] | None) -> tuple[str, ...
     return names
 
 
+def checked_placement(device_placement: bool) -> bool:
+    """Whether `prepare` moves objects to the device of the process.
+
+    Raises:
+        UnknownKind: it is a text; it is the first argument, where others expect the name of a device.
+    """
+    if isinstance(device_placement, str):
+        raise UnknownKind(
+            f"Cannot use device_placement={device_placement!r}.",
+            "It says whether prepare() moves objects to the device, which each process chooses by itself.",
+            "Leave it out; Accelerator(cpu=True) and `accel launch --cpu` choose the CPU.",
+        )
+    return device_placement
+
+
 def checked_handlers(handlers: Iterable[KwargsHandler] | None) -> tuple[KwargsHandler, ...]:
     """Settings objects, at most one of each kind.
 
     Raises:
-        UnknownKind: one of them is not a settings object.
+        UnknownKind: one of them is not a settings object, or they are not in a list.
         Conflict: two of them have the same type.
     """
+    if isinstance(handlers, KwargsHandler):
+        raise UnknownKind(
+            f"Cannot use {type(handlers).__name__}(...) as kwargs_handlers.",
+            "It is one settings object, and not a list of them.",
+            f"Write kwargs_handlers=[{type(handlers).__name__}(...)].",
+        )
     checked: list[KwargsHandler] = []
     for handler in handlers or ():
         if not isinstance(handler, KwargsHandler):
@@ -297,6 +320,7 @@ def backend_config(configs: Mapping[str, Any]) -> Any:
 
     Raises:
         Conflict: there are several.
+        NotOffered: it is no settings object of an installed backend.
     """
     given = without_none(configs)
     if len(given) > 1:
@@ -305,6 +329,8 @@ def backend_config(configs: Mapping[str, Any]) -> Any:
             "Each selects a backend, and a run has one backend.",
             "Give one of them.",
         )
+    for name, config in given.items():
+        check_config(name, config)
     return next(iter(given.values()), None)
 
 

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, overload
 
 from accel_plugins.layers import strategy_model
-from accel_state.errors import NotOffered
+from accel_state.errors import NotOffered, UnknownKind
 from accel_state.labels import DEVICE_MAP
 from accel_state.library import stack_level
 from accel_state.watch.record import STATUS_RECORD
@@ -244,6 +244,7 @@ class TrainingMixin(Facade):
             Conflict: losses with and without a weight are mixed, or their number differs between processes.
             NotOffered: the backend divides the loss itself; or a window of several micro-batches has losses with
                 several weights, and the backend reduces gradients in each backward pass.
+            UnknownKind: the loss is not a tensor.
 
         Example:
             >>> loss = loss_function(model(inputs), targets)
@@ -275,6 +276,14 @@ class TrainingMixin(Facade):
 
             explain_backend_error(error)
             raise
+        except (AttributeError, TypeError):
+            if hasattr(loss, "backward"):
+                raise
+            raise UnknownKind(
+                f"Cannot compute the gradients of a {type(loss).__name__}.",
+                "backward() takes the loss as a tensor.",
+                "Pass what the loss function returned: not loss.item(), and not all that the model returned.",
+            ) from None
 
     def _backward_with_hooks(self, loss: Tensor, kwargs: dict[str, Any]) -> None:
         session = self.session
