@@ -52,7 +52,7 @@ def _tests(package: str, *names: str) -> list[str]:
 AREAS: Final[Mapping[str, Sequence[str]]] = {
     "plan arithmetic": [
         *_sources("accel_data", "batches", "dispatch", "padding", "prepare", "sharding"),
-        *_sources("accel_bigmodel", "device_map", "pieces", "placement", "sizes"),
+        *_sources("accel_bigmodel", "device_map", "placement", "sizes"),
     ],
     "collectives": [
         *_sources("accel_ops", "agreement", "checked_call", "collectives", "objects", "packing", "pending"),

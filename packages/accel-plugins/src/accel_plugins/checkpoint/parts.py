@@ -18,7 +18,7 @@ from torch.nn import Module, Parameter
 
 from accel_bigmodel import weight_files
 from accel_bigmodel.dispatch import get_state_dict_offloaded_model
-from accel_bigmodel.failed_load import LoadGuard, load_guard
+from accel_bigmodel.loading import LoadGuard, load_guard
 from accel_bigmodel.weight_files.reading import Copy, StoredWeight, WeightSource, copy_all, forget_pages, open_weights
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.files import (

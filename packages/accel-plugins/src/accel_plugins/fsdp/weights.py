@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from accel_bigmodel.failed_load import load_guard
 from accel_bigmodel.load import load_checkpoint_in_model
-from accel_bigmodel.load_together import holds_sharded_weights
+from accel_bigmodel.loading import load_guard
+from accel_bigmodel.tensors import holds_sharded_weights
 from accel_bigmodel.weight_files import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, load_weights_file, save_weights_file
 from accel_ops.dtensors import write_full_tensor
 from accel_ops.objects import broadcast_object_list
