@@ -63,9 +63,9 @@ def put_weights(
     Raises:
         CheckpointError: the weights cannot be read, or do not fit the model.
     """
-    found = weights if isinstance(weights, Mapping) else load_weights(os.path.expanduser(os.fspath(weights)))
+    tensors = weights if isinstance(weights, Mapping) else load_weights(os.path.expanduser(os.fspath(weights)))
     try:
-        session.strategy.load_weights(strategy_model(model), found, strict=strict)
+        session.strategy.load_weights(strategy_model(model), tensors, strict=strict)
     except RuntimeError as error:
         raise CheckpointError(
             f"Cannot load weights into {type(session.strategy.unwrap(strategy_model(model))).__name__}.",

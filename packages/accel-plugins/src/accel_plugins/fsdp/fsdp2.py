@@ -42,7 +42,7 @@ from accel_plugins.mesh import SHARDING_AXES, flattened, submesh
 from accel_plugins.model_part import ModelPart
 from accel_plugins.parameters import find_tied_parameters
 from accel_plugins.shards import Shards
-from accel_plugins.strategy import finite_or_zero
+from accel_plugins.strategy import clip_to_norm
 from accel_state.errors import Conflict, NotOffered
 
 __all__ = ("FSDP2Strategy", "apply_fully_shard")
@@ -223,7 +223,7 @@ class FSDP2Strategy(ShardedStrategy):
                 self.context.process.transport.all_reduce(sums).wait()
         if max_norm is not None:
             for group in groups:
-                clip_grads_with_norm_(group, max_norm, finite_or_zero(total))
+                clip_to_norm(group, max_norm, total)
         return total
 
     def clip_value(self, parameters: Iterable[Tensor], value: float) -> None:
