@@ -124,10 +124,10 @@ def get_parameters_from_modules(modules: Iterable[Module] | str | None, model: M
         device: the device to which the parameters are moved in place.
     """
     settings: Any = _Ignoring(modules)
-    found = ignored_parameters(model, settings)
-    for parameter in found:
+    parameters = ignored_parameters(model, settings)
+    for parameter in parameters:
         parameter.data = parameter.data.to(device)
-    return found
+    return parameters
 
 
 class _Ignoring:
