@@ -23,7 +23,7 @@ PATIENT = 200.0
 @pytest.fixture(autouse=True)
 def short_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are threads do not publish where they are, so that reports would wait for them in vain."""
-    monkeypatch.setattr(report, "_LONGEST_WAIT", 0.1)
+    monkeypatch.setattr(report, "_REPLY_TIMEOUT_S", 0.1)
 
 
 @pytest.fixture(autouse=True)

@@ -272,7 +272,7 @@ def test_where_locks_are_of_one_machine_a_folder_of_another_machine_stays_until_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: bytes
 ) -> None:
     # As on a network file system whose locks are local; there is none here.
-    monkeypatch.setattr(locks, "_OF_ONE_MACHINE", frozenset())
+    monkeypatch.setattr(locks, "_LOCAL_FILE_SYSTEMS", frozenset())
     own, other = staged_path(tmp_path / "a", "0" * 16), staged_path(tmp_path / "a", "1" * 16)
     for folder in (own, other):
         FolderLock.create(folder).close()
@@ -280,7 +280,7 @@ def test_where_locks_are_of_one_machine_a_folder_of_another_machine_stays_until_
     recover(tmp_path)
     assert entries(tmp_path) == {other.name}
     assert is_in_use(other)
-    assert remove(other, asked=True)
+    assert remove(other, by_user=True)
     assert entries(tmp_path) == set()
 
 
@@ -390,10 +390,10 @@ def test_a_checkpoint_that_another_run_saved_again_is_not_removed_as_the_oldest(
         write(tmp_path / f"checkpoint_{number}", "old")
     seize = FolderLock.seize
 
-    def save_first(folder: Path, *, asked: bool = False) -> FolderLock | None:
+    def save_first(folder: Path, *, by_user: bool = False) -> FolderLock | None:
         monkeypatch.undo()
         write(folder, "newer")
-        return seize(folder, asked=asked)
+        return seize(folder, by_user=by_user)
 
     monkeypatch.setattr(FolderLock, "seize", save_first)
     assert remove_oldest(tmp_path, 1) == []

@@ -16,7 +16,6 @@ TREE = {
         *(
             "watch/__init__",
             "watch/calls",
-            "watch/flight_recorder",
             "watch/goodput",
             "watch/processes",
             "watch/record",

@@ -20,8 +20,8 @@ from accel_plugins.transforms.tensor_parallel import TensorParallel
 from accel_state.mesh import ParallelismConfig
 from accel_testing.accelerator import AcceleratorSuite, unwrapped_model
 from accel_testing.backends import BackendSuite, Case
+from accel_testing.backends.base import train
 from accel_testing.backends.reference_loop import Plain, batches, near
-from accel_testing.backends.runs import train
 from accel_testing.processes import Processes
 
 HERE = Path(__file__).parent

@@ -91,6 +91,81 @@ def test_homonyms_are_found_and_imports_and_private_names_are_not() -> None:
     }
 
 
+# ---------------------------------------------------------------- names that say nothing
+
+EMPTY_NAMES = {"asked", "found", "given", "known", "made", "told"}
+"""Names for "the result". A variable, parameter, attribute or function is named after the thing that it holds."""
+
+NAMED = (
+    "accel-check",
+    "accel-cli",
+    "accel-data",
+    "accel-megatron",
+    "accel-ops",
+    "accel-plugins",
+    "accel-ray",
+    "accel-state",
+    "accel-testing",
+    "accel-torchft",
+    "accel-tracking",
+    "accelerate",
+)
+"""Packages without empty names. When another one is free of them, add it, so that they cannot return."""
+
+
+def empty_names(text: str) -> list[str]:
+    """Line number and name of each binding of an empty name, also with a leading underscore."""
+    bound = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.arg):
+            name = node.arg
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            name = node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.attr
+        elif isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)):
+            name = node.name or ""
+        elif isinstance(node, ast.alias):
+            name = node.asname or ""
+        else:
+            continue
+        if name.lstrip("_") in EMPTY_NAMES:
+            bound.append((node.lineno, name))
+    return [f"line {line}: {name}" for line, name in sorted(bound)]
+
+
+@pytest.mark.parametrize("package", NAMED)
+def test_names_say_what_they_hold(package: str) -> None:
+    paths = sorted(ROOT.glob(f"packages/{package}/src/**/*.py"))
+    assert paths, f"there is no package {package}"
+    bound = {str(path.relative_to(ROOT)): empty_names(path.read_text(encoding="utf-8")) for path in paths}
+    assert {path: names for path, names in bound.items() if names} == {}
+
+
+def test_each_way_to_bind_an_empty_name_is_seen() -> None:
+    text = """
+def given(asked, *, told=0): ...
+class _Found:
+    known: int
+    def of(self): self.made = [found for found in ()]
+for _given, (known, _) in (): ...
+with open("a") as told: ...
+if (asked := 1): ...
+try: ...
+except OSError as made: ...
+import json as found
+match 1:
+    case [*told]: ...
+    case found: ...
+told_at = given(asked=1).found
+"""
+    names = [line.partition(": ")[2] for line in empty_names(text)]
+    expected = "given asked told known made found _given known told asked made found told found"
+    assert sorted(names) == sorted(expected.split())
+
+
 # ---------------------------------------------------------------- retired phrases
 
 PHRASES: Mapping[str, tuple[str, str]] = {

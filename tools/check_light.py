@@ -38,7 +38,6 @@ LIGHT = (
         ("accel-state", f"accel_state/watch/{module}.py")
         for module in (
             "calls",
-            "flight_recorder",
             "goodput",
             "processes",
             "record",

@@ -36,7 +36,7 @@ from faults.sweeps import Tally
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from accel_plugins.checkpoint import pickled, shard_metadata
-from accel_plugins.checkpoint.numpy_data import NAMES
+from accel_plugins.checkpoint.pickled import NUMPY_GLOBALS
 from accel_state.errors import CheckpointError
 
 __all__ = ("READERS", "AuditHook", "code_in_a_field", "gadgets", "outcome", "sweep")
@@ -344,7 +344,7 @@ READERS: Final[dict[str, _Format]] = {
 
 def _names_of_torch() -> dict[tuple[str, str], Any]:
     """What `torch.load(weights_only=True)` admits by itself, and what this library lets it admit."""
-    with torch.serialization.safe_globals(NAMES):
+    with torch.serialization.safe_globals(NUMPY_GLOBALS):
         own = torch._weights_only_unpickler._get_allowed_globals()
         added = torch._weights_only_unpickler._get_user_allowed_globals()  # type: ignore[no-untyped-call]
     full = {**own, **added}

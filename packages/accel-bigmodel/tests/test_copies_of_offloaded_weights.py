@@ -24,8 +24,7 @@ from accel_bigmodel import (
     save_weights,
 )
 from accel_bigmodel.align import AlignDevicesHook
-from accel_state.devices.base import DeviceFamily
-from accel_state.devices.copies import HostCopies
+from accel_state.devices.base import DeviceFamily, HostCopies
 from accel_state.devices.select import family_of
 from accel_testing.simulated_device import NAME, POSSIBLE, simulated_device
 

@@ -124,7 +124,7 @@ def test_prune_removes_what_is_not_provably_abandoned_only_by_its_name(
     project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As on a network file system, of which this machine does not know all locks.
-    monkeypatch.setattr(locks, "_OF_ONE_MACHINE", frozenset())
+    monkeypatch.setattr(locks, "_LOCAL_FILE_SYSTEMS", frozenset())
     left = next(entry for entry in (project / "checkpoints").iterdir() if ".staged-" in entry.name)
     (left / locks.PARTIAL_NAME).write_text("{}")
     assert "not provably abandoned" in run(capsys, "list", str(project))[1]

@@ -31,7 +31,7 @@ SECOND = Member(1, "beta", {"torch": "2.13.0"}, {"num_processes": "4"})
 
 
 def told(*members, machines=2):
-    return [(finding.subject, finding.verdict, finding.told) for finding in compare_members(members, machines, 60)]
+    return [(finding.subject, finding.verdict, finding.message) for finding in compare_members(members, machines, 60)]
 
 
 def test_machines_that_agree():
@@ -120,7 +120,7 @@ def test_a_machine_that_leaves_is_a_finding(port):
     store.wait(["count"])
     del store
     host.join(250)
-    told = {finding.told for finding in results[0]}
+    told = {finding.message for finding in results[0]}
     assert "beta cannot connect to alpha: it disconnected." in told
     assert any(one.startswith("alpha cannot connect to beta: ") for one in told)
 
@@ -162,7 +162,7 @@ def test_a_machine_that_says_something_else_is_a_typed_error(port, said):
 
 def test_a_machine_that_does_not_come_is_named_when_time_is_up(port):
     findings = meet("127.0.0.1", port, 2, 1.0, MAIN)
-    assert [finding.told for finding in findings] == ["Machine 1 did not connect within 1 s."]
+    assert [finding.message for finding in findings] == ["Machine 1 did not connect within 1 s."]
 
 
 def test_a_main_machine_that_is_not_there(port):

@@ -162,7 +162,7 @@ RECORDER = """
             pass
 
     def called_for(request):
-        return "recorder_pool" if request.settings["recorder_pool"].given else None
+        return "recorder_pool" if request.settings["recorder_pool"].is_set else None
 
     MANIFEST = LauncherManifest(
         "recorder", "recorder:Recorder", "record", "recorder:RecorderSettings", called_for, priority=100

@@ -46,7 +46,7 @@ VARIABLE = {"ACCELERATE_MIXED_PRECISION": "bf16"}
 def test_flag_wins_over_environment_over_file_over_default(flags, environ, file, expected):
     effect = resolve_settings([RunSettings], flags, environ, file)["mixed_precision"]
     assert [(given.value, given.origin) for given in effect.candidates] == [*expected, ("no", "default")]
-    assert effect.given == bool(expected)
+    assert effect.is_set == bool(expected)
     assert [given.value for given in effect.overridden] == [value for value, _ in expected[1:]]
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from accel_cli.commands.runs import COMMAND
+from accel_cli.report import page as report_command
 from accel_cli.report.collect import thinned
 from accel_cli.report.page import LIMIT
-from accel_cli.runs import report as report_command
 from accel_state.errors import AccelError
 from accel_state.watch.record import CATEGORIES
 from accel_tracking import JSONLinesTracker
@@ -120,7 +120,7 @@ def test_watching_writes_again_until_the_run_has_ended(tmp_path: Path, monkeypat
         return states.pop(0)
 
     monkeypatch.setattr(report_command, "write_report", write)
-    monkeypatch.setattr(report_command, "_PAUSE", 0.001)
+    monkeypatch.setattr(report_command, "_WATCH_INTERVAL_S", 0.001)
     assert report_command.show_report(["run"], tmp_path / "report.html", watch=True) == 0
     assert written == [True, True, True]
     monkeypatch.undo()

@@ -78,11 +78,11 @@ def interrupted(interrupted_rank: int) -> Any:
     previous = signal.signal(signal.SIGUSR1, stop)
     if rank == interrupted_rank:
         received: list[Any] = []
-        listeners = protocol_state(current.process().transport).listeners
-        listeners.append(interrupt(received))
+        hooks = protocol_state(current.process().transport).exchange_hooks
+        hooks.append(interrupt(received))
         with pytest.raises(Stop):
             received.extend(loader)
-        listeners.pop()
+        hooks.pop()
         store: Any = current.process().transport.store()
         store.add(INTERRUPTED, 1)
     else:

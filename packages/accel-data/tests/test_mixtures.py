@@ -114,15 +114,15 @@ def test_samples_are_counted_from_the_beginning_of_the_run() -> None:
     counts = mixture.counts(19)
     assert (counts["code"].samples, counts["text"].samples) == (20, 24)
     assert counts["text"].epochs == 2
-    assert counts["text"].given == pytest.approx(24 / 44)
-    assert counts["text"].asked == pytest.approx(24 / 44)
+    assert counts["text"].share == pytest.approx(24 / 44)
+    assert counts["text"].target_share == pytest.approx(24 / 44)
     mixture.set_epoch(0)
     assert len(mixture) == 25
 
 
 def test_the_first_sample_of_a_mixture_has_shares_of_nothing() -> None:
     counts = MixtureDataset(SOURCES, WEIGHTS).counts(0)
-    assert (counts["code"].samples, counts["code"].asked, counts["code"].given) == (0, 0, 0)
+    assert (counts["code"].samples, counts["code"].target_share, counts["code"].share) == (0, 0, 0)
 
 
 class Read(list[Any]):

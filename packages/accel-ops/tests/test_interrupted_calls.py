@@ -29,7 +29,7 @@ from accel_ops import (
     scatter,
     scatter_object,
 )
-from accel_ops.pending import async_all_gather_bytes
+from accel_ops.collectives import async_all_gather_bytes
 from accel_ops.rng import synchronize_rng_states
 from accel_state import PartialState, current
 from accel_state.errors import AccelError, CollectiveError, NotReady, ShapeMismatch

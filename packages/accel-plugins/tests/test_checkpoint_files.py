@@ -17,7 +17,7 @@ from accel_plugins.checkpoint.shards import SavePlans, read_whole, write_shards
 
 def test_the_disk_is_given_each_part_of_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[int, int]] = []
-    monkeypatch.setattr(files, "_AT_ONCE", 1000)
+    monkeypatch.setattr(files, "_WRITEBACK_BYTES", 1000)
     monkeypatch.setattr(files, "_sync_file_range", lambda: lambda file, begin, length, _: given.append((begin, length)))
     parts = [os.urandom(size) for size in (10, 700, 400, 0, 5000, 3)]
     with FlushedWhileWritten(tmp_path / "a", "wb") as raw, io.BufferedWriter(raw, 64) as file:
@@ -33,7 +33,7 @@ def test_the_disk_is_given_each_part_of_a_file_once(tmp_path: Path, monkeypatch:
 def test_a_system_that_begins_with_no_file_early_writes_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_AT_ONCE", 1)
+    monkeypatch.setattr(files, "_WRITEBACK_BYTES", 1)
     monkeypatch.setattr(files, "_sync_file_range", lambda: None)
     with FlushedWhileWritten(tmp_path / "a", "wb") as file:
         assert file.write(b"weights") == 7

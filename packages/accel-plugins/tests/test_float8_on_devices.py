@@ -46,7 +46,7 @@ def train(case: Case, library: str | None) -> dict[str, Any]:
     handlers = [] if library is None else [RECIPES[library]()]
     training = CUDATraining(case, Wide(), handlers=handlers)
     losses = training.train()[0]
-    kinds = sorted({type(part).__name__ for part in training.strategy.unwrap(training.made).modules()})
+    kinds = sorted({type(part).__name__ for part in training.strategy.unwrap(training.wrapped).modules()})
     return {"losses": losses, "kinds": kinds}
 
 

@@ -63,7 +63,7 @@ def test_they_train_like_one_process_and_are_saved(two: Group, given: Case, adam
 def refused(given: Case, released: bool) -> str:
     training = Training(given)
     if released:
-        training.strategy.release([training.made], [training.optimizer])
+        training.strategy.release([training.wrapped], [training.optimizer])
     optimizer = make_optimizer(given, training.model if released else make_model())
     try:
         training.strategy.check(Bundle.of([optimizer]))

@@ -149,7 +149,7 @@ sys.stdin.read()
 
 @pytest.mark.usefixtures("preloaded_python")
 def test_a_request_while_the_store_is_gone_ends_in_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boundaries, "_PATIENCE", 1.0)
+    monkeypatch.setattr(boundaries, "_SIGNAL_PATIENCE_S", 1.0)
     host = subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert host.stdout is not None
     store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False, wait_for_workers=False)

@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_state.watch import flight_recorder
-from accel_state.watch.flight_recorder import pending_collective
+from accel_state.watch import status as flight_recorder
+from accel_state.watch.status import pending_collective
 from accel_testing.processes import run_command
 
 WAITS = """
 import json, os, sys, threading, time
 import torch
 import torch.distributed as dist
-from accel_state.watch.flight_recorder import pending_collective
+from accel_state.watch.status import pending_collective
 
 here, there = sys.argv[1:]
 store = dist.FileStore(here, 2)
@@ -75,7 +75,7 @@ def test_without_a_group_nothing_is_pending() -> None:
 
 def test_the_function_of_the_installed_torch_takes_these_arguments() -> None:
     distributed: Any = torch._C._distributed_c10d
-    (dump,) = (getattr(distributed, name) for name in flight_recorder._DUMPS if hasattr(distributed, name))
+    (dump,) = (getattr(distributed, name) for name in flight_recorder._DUMP_FUNCTIONS if hasattr(distributed, name))
     found = json.loads(dump(includeCollectives=True, onlyActive=True))
     # Without entries there is no list of them.
     assert isinstance(found.get("entries", []), list)

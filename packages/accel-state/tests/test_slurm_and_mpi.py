@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel_state.clusters.slurm import first_host, tasks_of_node
+from accel_state.clusters.systems import first_host, tasks_of_node
 from accel_state.errors import SettingError
 from accel_state.topology import Topology, read_topology
 

@@ -180,7 +180,7 @@ def test_copies_of_a_signal_are_ignored_and_a_late_one_ends_the_process(monkeypa
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGUSR1)
         assert signal.getsignal(signal.SIGTERM) is before
-        monkeypatch.setattr(boundaries, "_PATIENCE", -1.0)
+        monkeypatch.setattr(boundaries, "_SIGNAL_PATIENCE_S", -1.0)
         monkeypatch.setattr(boundaries.signal, "raise_signal", ended.append)
         os.kill(os.getpid(), signal.SIGTERM)
         assert ended == [signal.SIGTERM]

@@ -98,7 +98,7 @@ def test_without_git_and_with_a_git_that_hangs(
     program = tools / "git"
     program.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(600)\n")
     program.chmod(0o755)
-    monkeypatch.setattr(record, "_GIT_SECONDS", 0.2)
+    monkeypatch.setattr(record, "_GIT_TIMEOUT_S", 0.2)
     began = time.monotonic()
     assert "took longer" in describe_code(str(repository / "train.py"))["unknown"]
     # Not the minutes for which it sleeps.

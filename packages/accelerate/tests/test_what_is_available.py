@@ -15,7 +15,7 @@ import torch
 from accel_state.devices import select
 from accel_state.errors import Missing, SettingError
 from accel_state.settings import installed
-from accel_state.settings.installed import _found, installed_version
+from accel_state.settings.installed import _is_installed, installed_version
 from accel_testing.simulated_device import POSSIBLE, simulated_device
 from accelerate.legacy import availability
 from accelerate.names import owners
@@ -43,7 +43,7 @@ LIBRARIES = {
 @pytest.fixture(autouse=True)
 def nothing_cached(fresh_state: None) -> Iterator[None]:
     yield
-    _found.cache_clear()
+    _is_installed.cache_clear()
     installed_version.cache_clear()
 
 
@@ -96,7 +96,7 @@ def test_a_library_that_is_too_old_is_not_available(
         pytest.skip("the real one is installed")
     install(tmp_path, module, module, new if fits else old)
     monkeypatch.syspath_prepend(str(tmp_path))
-    _found.cache_clear()
+    _is_installed.cache_clear()
     installed_version.cache_clear()
     assert question() is fits
     assert module not in sys.modules

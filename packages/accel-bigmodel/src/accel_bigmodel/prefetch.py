@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accel_state.devices.copies import HostCopies
+from accel_state.devices.base import HostCopies
 from accel_state.devices.select import family_of
 
 __all__ = ("Block", "BlockReader", "end_threads")

@@ -88,11 +88,16 @@ class Batches:
         script_folder: str,
         records: Path,
         replayed: list[Path],
-        given: Callable[[str, list[str]], None],
+        batch_given: Callable[[str, list[str]], None],
         keeps: bool = True,
     ) -> None:
         self._keeps = keeps
-        self._script_folder, self._records, self._replayed, self._given = script_folder, records, replayed, given
+        self._script_folder, self._records, self._replayed, self._batch_given = (
+            script_folder,
+            records,
+            replayed,
+            batch_given,
+        )
         self._passes: Counter[str] = Counter()
         self._lengths: dict[str, int] = {}
         self._replayed_lengths: dict[str, int] = read(replayed[0] / "lengths.pt") if replayed else {}
@@ -178,7 +183,7 @@ class Batches:
             if self.recording:
                 if self._keeps:
                     write_record(feed.path(number), (batched, _cloned(samples)))
-                self._given(key, ids)
+                self._batch_given(key, ids)
             yield widened(batch)
         self._compare_orders(loader, key.rpartition(" ")[0], order)
 
@@ -205,7 +210,7 @@ class Batches:
             parts = [read(path) for feed in feeds if (path := feed.path(number)).is_file()]
             if not parts:
                 return
-            self._given(feeds[0].key, [])
+            self._batch_given(feeds[0].key, [])
             if parts[0][0]:
                 batch = loader.collate_fn([sample for _, samples in parts for sample in samples])
             else:
@@ -220,7 +225,7 @@ class Batches:
         if self.recording:
             if self._keeps:
                 write_record(Feed(self._records, key).path(number), (False, _cloned(batch)))
-            self._given(key, ids)
+            self._batch_given(key, ids)
 
     def joined_batch(self, key: str, number: int) -> Any:
         """The joined batch of a prepared loader; None if the other run did not read it."""
@@ -277,9 +282,9 @@ def join_shards(parts: list[Any]) -> Any:
     if isinstance(first, torch.Tensor):
         return torch.cat(parts) if first.ndim else first
     if isinstance(first, dict):
-        made = {key: join_shards([part[key] for part in parts]) for key in first}
+        values = {key: join_shards([part[key] for part in parts]) for key in first}
         kind: Any = type(first)
-        return made if kind is dict else kind(made)
+        return values if kind is dict else kind(values)
     if isinstance(first, (list, tuple)):
         if any(isinstance(item, (torch.Tensor, dict, list, tuple)) for item in first):
             items = [join_shards(list(column)) for column in zip(*parts, strict=True)]

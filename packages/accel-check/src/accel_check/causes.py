@@ -23,10 +23,10 @@ __all__ = (
     "listed",
 )
 
-_PARALLEL: Final = 0.999
+_MIN_PARALLEL_COSINE: Final = 0.999
 """Cosine above which two tensors are taken to have the same direction."""
 
-_NEAR: Final = 0.02
+_NEAR_TOLERANCE: Final = 0.02
 """Relative difference below which ratios count as equal."""
 
 
@@ -60,19 +60,21 @@ class Likeness(NamedTuple):
     @property
     def is_multiple(self) -> bool:
         """Whether one tensor is a multiple of the other."""
-        return self.ratio is not None and abs(self.cosine) >= _PARALLEL
+        return self.ratio is not None and abs(self.cosine) >= _MIN_PARALLEL_COSINE
 
     @property
     def text(self) -> str:
         """The ratio as readable text."""
         if self.ratio is None:
             return ""
-        return f"ratio {self.ratio:.4g}" if self.is_multiple or abs(self.ratio) < _NEAR else "not proportional"
+        return (
+            f"ratio {self.ratio:.4g}" if self.is_multiple or abs(self.ratio) < _NEAR_TOLERANCE else "not proportional"
+        )
 
 
-def likeness(found: Tensor, expected: Tensor) -> Likeness:
+def likeness(actual: Tensor, expected: Tensor) -> Likeness:
     """Compare a tensor with the expected one."""
-    one, other = found.double().flatten(), expected.double().flatten()
+    one, other = actual.double().flatten(), expected.double().flatten()
     if one.numel() != other.numel():
         return Likeness(None, 0.0)
     product, square, own = float(one @ other), float(other @ other), float(one @ one)
@@ -83,19 +85,19 @@ def likeness(found: Tensor, expected: Tensor) -> Likeness:
 
 def is_near(value: float | None, expected: float) -> bool:
     """Whether a ratio equals the expected one."""
-    return value is not None and abs(value - expected) <= _NEAR * abs(expected)
+    return value is not None and abs(value - expected) <= _NEAR_TOLERANCE * abs(expected)
 
 
-def cause_of_gradient(found: Sequence[Tensor | None], expected: Tensor, allowed: float, facts: Facts) -> str:
+def cause_of_gradient(values: Sequence[Tensor | None], expected: Tensor, allowed: float, facts: Facts) -> str:
     """The likely cause of gradients of a parameter that differ from that of one process.
 
     Args:
-        found: values by rank, or those that the parts of all ranks make; None for a process without one.
+        values: values by rank, or those that the parts of all ranks make; None for a process without one.
         expected: the gradient of one process.
         allowed: the largest norm of a difference that counts as rounding.
         facts: the processes.
     """
-    present = [(rank, one.double()) for rank, one in enumerate(found) if one is not None]
+    present = [(rank, one.double()) for rank, one in enumerate(values) if one is not None]
     if not present:
         return "no process has a gradient: the parameter was not wrapped, or forward does not use it"
     if len({tuple(one.shape) for _, one in present} | {tuple(expected.shape)}) > 1:
@@ -106,7 +108,7 @@ def cause_of_gradient(found: Sequence[Tensor | None], expected: Tensor, allowed:
     if any(_apart(one, first) > allowed for _, one in present):
         return _cause_between_ranks(present, expected.double(), allowed, facts)
     like = likeness(first, expected)
-    if like.ratio is not None and abs(like.ratio) < _NEAR:
+    if like.ratio is not None and abs(like.ratio) < _NEAR_TOLERANCE:
         return "the gradient is zero: forward does not use the parameter, or its gradient is cleared before the step"
     return _cause_of_ratio(like, facts)
 
@@ -172,30 +174,30 @@ def cause_of_loss(ratio: float | None, shards: int) -> str:
     )
 
 
-def cause_of_norm(found: Sequence[float], expected: float) -> str:
+def cause_of_norm(norms: Sequence[float], expected: float) -> str:
     """The likely cause of different gradient norms from clipping.
 
     Args:
-        found: norms by rank.
+        norms: norms by rank.
         expected: the norm of one process.
     """
-    squares = math.sqrt(sum(norm * norm for norm in found))
-    if len(found) > 1 and (is_near(squares, expected) or len({round(norm, 6) for norm in found}) > 1):
+    squares = math.sqrt(sum(norm * norm for norm in norms))
+    if len(norms) > 1 and (is_near(squares, expected) or len({round(norm, 6) for norm in norms}) > 1):
         return "each process clips by the norm of its own shard: add the squares over the processes"
     return "the norm is that of other gradients, or shards are counted more than once"
 
 
 def cause_of_parameter(
-    found: Sequence[Tensor | None], before: Tensor, expected: Tensor, allowed: float
+    values: Sequence[Tensor | None], before: Tensor, expected: Tensor, allowed: float
 ) -> tuple[str, Likeness]:
     """The likely cause of a parameter that differs after a step with equal gradients, and the similarity of its update.
 
     Args:
-        found: values by rank; None for a process that does not have the full parameter.
+        values: values by rank; None for a process that does not have the full parameter.
         before, expected: the parameter of one process before and after the step.
         allowed: the largest difference, as a fraction of the norm of the update.
     """
-    present = [tensor.double() for tensor in found if tensor is not None]
+    present = [tensor.double() for tensor in values if tensor is not None]
     base, wanted = before.double(), expected.double()
     if any(tensor.shape != wanted.shape for tensor in present):
         return "it has another shape: a shard is used as the full tensor", Likeness(None, 0.0)
@@ -207,7 +209,7 @@ def cause_of_parameter(
     if not float((wanted - base).norm()):
         whole = likeness(wrong[0], wanted)
         return "it is frozen in one process, and changed outside of the optimizer in several", whole
-    if like.ratio is not None and abs(like.ratio) < _NEAR:
+    if like.ratio is not None and abs(like.ratio) < _NEAR_TOLERANCE:
         return "it is not updated: the optimizer does not have it", like
     if is_near(like.ratio, 2.0) and like.is_multiple:
         return "it is updated twice in a step: two optimizers or two parameter groups have it", like

@@ -246,18 +246,18 @@ def _unreduced(record: PlanRecord, processes: int) -> list[str]:
     """Gradients that no collective reduces, or that are reduced more often than backward runs."""
     if record.alike >= processes:
         return []
-    found = []
+    faults = []
     if missing := [name for name, count in record.reduced.items() if not count]:
-        found.append(f"no collective reduces the gradient of {_listed(missing)}")
+        faults.append(f"no collective reduces the gradient of {_listed(missing)}")
     often = {name: count for name, count in record.reduced.items() if count > max(record.backwards, 1)}
     for count in sorted(set(often.values())):
         names = _listed([name for name, one in often.items() if one == count])
         passes = "1 backward pass" if record.backwards == 1 else f"{record.backwards} backward passes"
-        found.append(f"the gradient of {names} is reduced {count} times in a step of {passes}")
+        faults.append(f"the gradient of {names} is reduced {count} times in a step of {passes}")
     held, sent = record.sharded
     if held and not sent:
-        found.append("no collective reduces the gradients of sharded parameters")
-    return found
+        faults.append("no collective reduces the gradients of sharded parameters")
+    return faults
 
 
 def _unlike(records: Sequence[PlanRecord], whole: bool = True) -> list[str]:

@@ -215,10 +215,10 @@ class _Check:
         """Why the uninterrupted run cannot be resumed; None if it can."""
         if not straight.calls:
             return "the script makes no step: it trains no model, or steps no optimizer of torch"
-        made = straight.step(0, straight.calls).number
+        last_made = straight.step(0, straight.calls).number
         missing = [step for step in steps if step not in kept]
-        if made <= steps[-1]:
-            return f"the script made {made} steps; give --at less than that"
+        if last_made <= steps[-1]:
+            return f"the script made {last_made} steps; give --at less than that"
         if missing and self._plan.resume_args:
             return (
                 f"the script wrote nothing through torch.save, safetensors or torch.distributed.checkpoint after step "
@@ -258,15 +258,17 @@ class _Check:
             verdict = "differs" if processes == self._plan.processes[0] else "not verified"
             return Outcome(step, processes, verdict, f"the resumed run failed: {failure}")
         resumed = Resumed(straight, records, step, call, calls)
-        found = compare_resumed(resumed)
-        if found is None:
+        difference = compare_resumed(resumed)
+        if difference is None:
             return self._equal(resumed, processes)
-        if not found.loaded and not found.what.startswith("the variable"):
+        if not difference.loaded and not difference.what.startswith("the variable"):
             again, failure = self._run(task, script, processes)
             if failure is None and (unlike := compare_runs(records, again)) is not None:
                 reason = f"two runs from the same checkpoint differ from each other: the second one {unlike}"
-                return Outcome(step, processes, "not verified", reason, found.step, found.rank, found.what)
-        return Outcome(step, processes, "differs", str(found), found.step, found.rank, found.what)
+                return Outcome(
+                    step, processes, "not verified", reason, difference.step, difference.rank, difference.what
+                )
+        return Outcome(step, processes, "differs", str(difference), difference.step, difference.rank, difference.what)
 
     def _calls(self, straight: Records, call: int) -> int:
         """Calls of `step` of all optimizers in the compared steps."""

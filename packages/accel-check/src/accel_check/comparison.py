@@ -43,7 +43,7 @@ class Limits:
         return cls(1e-7, 1e-5)
 
 
-_SMALL: Final = 1e-2
+_SMALL_NORM_SHARE: Final = 1e-2
 """The smallest norm of a gradient that is compared by its own size, as a fraction of the largest in the model."""
 
 
@@ -103,7 +103,7 @@ def compare_runs(several: Records, one: Records, limits: Limits) -> list[ParityF
 
 
 class _Comparison:
-    """One comparison."""
+    """The records of one process and of several, with the start, the ranks and the limits that all checks share."""
 
     def __init__(self, several: Records, one: Records, limits: Limits) -> None:
         self._several, self._one, self._limits = several, one, limits
@@ -152,28 +152,28 @@ class _Comparison:
 
     def step(self, call: int) -> list[ParityFinding]:
         """Compare the results of one call of `step`."""
-        expected, found = self._one.step(0, call), self._several.steps(call)
+        expected, records = self._one.step(0, call), self._several.steps(call)
         number = expected.number
-        samples = list(self._samples(number, found))
-        frozen = list(self._parameters(number, expected, found, frozen=True))
-        outputs = list(self._outputs(number, expected, found))
-        buffers = list(self._buffers(number, expected, found))
-        losses = list(self._losses(number, expected, found))
-        before = self._gradients(number, expected, found, "before_clip")
-        norms = list(self._norms(number, expected, found))
-        gradients = before or self._gradients(number, expected, found, "gradients")
-        alike = not self._apart_between_ranks(found, "gradients")
-        if before and alike and self._apart_between_ranks(found, "before_clip"):
+        samples = list(self._samples(number, records))
+        frozen = list(self._parameters(number, expected, records, frozen=True))
+        outputs = list(self._outputs(number, expected, records))
+        buffers = list(self._buffers(number, expected, records))
+        losses = list(self._losses(number, expected, records))
+        before = self._gradients(number, expected, records, "before_clip")
+        norms = list(self._norms(number, expected, records))
+        gradients = before or self._gradients(number, expected, records, "gradients")
+        alike = not self._apart_between_ranks(records, "gradients")
+        if before and alike and self._apart_between_ranks(records, "before_clip"):
             cause = "each process clips its own gradient, and gradients are averaged only then"
             gradients = [replace(before[0], cause=cause, ranks=())]
         if gradients and not before and not outputs:
-            gradients = [self._with_scaling(gradients[0], expected, found)]
-        rates = list(self._rates(number, expected, found))
-        parameters = [] if gradients or norms else list(self._parameters(number, expected, found, frozen=False))
+            gradients = [self._with_scaling(gradients[0], expected, records)]
+        rates = list(self._rates(number, expected, records))
+        parameters = [] if gradients or norms else list(self._parameters(number, expected, records, frozen=False))
         decisive = [*samples, *frozen, *buffers, *gradients, *norms, *rates, *parameters]
         if not decisive:
             return []
-        if outputs and alike and not frozen and (wrong := self._apart_between_ranks(found, "parameters")):
+        if outputs and alike and not frozen and (wrong := self._apart_between_ranks(records, "parameters")):
             # Equal gradients keep replicas apart that something else has moved apart.
             cause = "processes have different weights although their gradients are equal: one changed its own"
             frozen = [self._finding(number, "parameter", cause, wrong[0], others=wrong[1:])]
@@ -183,9 +183,9 @@ class _Comparison:
         # A norm of gradients that differ tells nothing more.
         return [*samples, *frozen, *forward, *losses, *gradients, *([] if before else norms), *rates, *parameters]
 
-    def _apart_between_ranks(self, found: Sequence[StepRecord], kind: str) -> list[str]:
+    def _apart_between_ranks(self, records: Sequence[StepRecord], kind: str) -> list[str]:
         """Names of tensors of which processes have different values."""
-        parts: list[dict[str, TensorPart]] = [getattr(record, kind) for record in found]
+        parts: list[dict[str, TensorPart]] = [getattr(record, kind) for record in records]
         wrong = []
         for name in parts[0]:
             values = [value for value in values_of([part.get(name) for part in parts]) if value is not None]
@@ -198,12 +198,12 @@ class _Comparison:
     def _cause_with_forward(
         gradient: ParityFinding, outputs: Sequence[ParityFinding], losses: Sequence[ParityFinding]
     ) -> str:
-        known = any(text in gradient.cause for text in ("averaged", "added", "no_sync", "zero"))
-        return gradient.cause if known else "it follows from the difference above"
+        explained = any(text in gradient.cause for text in ("averaged", "added", "no_sync", "zero"))
+        return gradient.cause if explained else "it follows from the difference above"
 
-    def _samples(self, step: int, found: Sequence[StepRecord]) -> Iterator[ParityFinding]:
+    def _samples(self, step: int, records: Sequence[StepRecord]) -> Iterator[ParityFinding]:
         first: dict[tuple[int, ...], tuple[int, list[list[str]]]] = {}
-        for facts, record in zip(self._ranks, found, strict=True):
+        for facts, record in zip(self._ranks, records, strict=True):
             rank, theirs = first.setdefault(facts.alike, (facts.rank, record.samples))
             if theirs != record.samples:
                 cause = "processes that must read the same samples (tp, cp, sp) read different ones"
@@ -246,13 +246,13 @@ class _Comparison:
                 return True
         return False
 
-    def _outputs(self, step: int, expected: StepRecord, found: Sequence[StepRecord]) -> Iterator[ParityFinding]:
+    def _outputs(self, step: int, expected: StepRecord, records: Sequence[StepRecord]) -> Iterator[ParityFinding]:
         """Modules whose outputs differ in their sums over all processes."""
         wrong = []
         for name, sums in expected.outputs.items():
-            parts = [record.outputs[name] for record in found if name in record.outputs]
+            parts = [record.outputs[name] for record in records if name in record.outputs]
             elements = sum(part.elements for part in parts)
-            if len(parts) < len(found) or any(part.calls != sums.calls for part in parts):
+            if len(parts) < len(records) or any(part.calls != sums.calls for part in parts):
                 continue
             if not sums.elements or not elements or elements % sums.elements:
                 continue
@@ -270,21 +270,21 @@ class _Comparison:
             name, ratio = wrong[0]
             others = tuple(other for other, _ in wrong[1:])
             detail = "" if ratio is None else f"its size is {ratio:.4g} of that in one process"
-            bias, cause = self._bias_added_often(name, expected, found)
+            bias, cause = self._bias_added_often(name, expected, records)
             if bias:
                 yield self._finding(step, "output", cause, bias, others=others)
             else:
                 yield ParityFinding(step, "output", cause, name, others=others, detail=detail)
 
-    def _bias_added_often(self, name: str, expected: StepRecord, found: Sequence[StepRecord]) -> tuple[str, str]:
+    def _bias_added_often(self, name: str, expected: StepRecord, records: Sequence[StepRecord]) -> tuple[str, str]:
         """The bias of whose multiple the outputs of a module differ, and the cause."""
         unknown = "", "forward computes something else in this module, or in code that computes its inputs"
         gradients = expected.outputs[name]
-        features = [record.outputs[name].features for record in found]
+        features = [record.outputs[name].features for record in records]
         if gradients.features is None or any(one is None for one in features):
             return unknown
         parts = [one for one in features if one is not None]
-        copies = sum(record.outputs[name].elements for record in found) / gradients.elements
+        copies = sum(record.outputs[name].elements for record in records) / gradients.elements
         apart = torch.stack(parts).sum(0) / copies - gradients.features
         rows = gradients.elements / max(len(gradients.features), 1)
         for parameter, value in self._start.items():
@@ -310,10 +310,10 @@ class _Comparison:
         if weight is not None and weight.ndim == 2:
             yield weight.double()
 
-    def _losses(self, step: int, expected: StepRecord, found: Sequence[StepRecord]) -> Iterator[ParityFinding]:
+    def _losses(self, step: int, expected: StepRecord, records: Sequence[StepRecord]) -> Iterator[ParityFinding]:
         readers = [facts.rank for facts in self._several.representatives()]
         for index, value in enumerate(expected.losses):
-            losses = [found[rank].losses[index] for rank in readers if index < len(found[rank].losses)]
+            losses = [records[rank].losses[index] for rank in readers if index < len(records[rank].losses)]
             if len(losses) < len(readers):
                 yield ParityFinding(step, "loss", "processes run backward less often than one process")
                 return
@@ -326,10 +326,10 @@ class _Comparison:
                 return
 
     def _gradients(
-        self, step: int, expected: StepRecord, found: Sequence[StepRecord], kind: str
+        self, step: int, expected: StepRecord, records: Sequence[StepRecord], kind: str
     ) -> list[ParityFinding]:
         theirs: dict[str, TensorPart] = getattr(expected, kind)
-        parts: list[dict[str, TensorPart]] = [getattr(record, kind) for record in found]
+        parts: list[dict[str, TensorPart]] = [getattr(record, kind) for record in records]
         if kind == "before_clip" and not all(parts):
             return []
         largest = max((float(piece.local.double().norm()) for piece in theirs.values()), default=0.0)
@@ -339,7 +339,7 @@ class _Comparison:
             values = values_of([part.get(name) for part in parts])
             if all(one is None for one in values) and not value.any():
                 continue
-            allowed = self._limits.gradient * max(float(value.double().norm()), _SMALL * largest, 1e-30)
+            allowed = self._limits.gradient * max(float(value.double().norm()), _SMALL_NORM_SHARE * largest, 1e-30)
             if kind == "gradients":
                 self._note_noise(name, value, allowed)
             if any(one is None or _apart(one, value) > allowed for one in values):
@@ -350,11 +350,11 @@ class _Comparison:
         alike = [name for name in wrong if self._is_scaled_alike(wrong[name], theirs[name].local, wrong, theirs)]
         name = self._first(list(wrong), len(alike) == len(theirs))
         value = theirs[name].local
-        allowed = self._limits.gradient * max(float(value.double().norm()), _SMALL * largest)
+        allowed = self._limits.gradient * max(float(value.double().norm()), _SMALL_NORM_SHARE * largest)
         facts = causes.Facts(
             tuple(facts.alike for facts in self._ranks), len(self._ranks), readers, len(expected.losses)
         )
-        if any(record.unsynchronised and record.unsynchronised[-1] for record in found):
+        if any(record.unsynchronised and record.unsynchronised[-1] for record in records):
             cause = "the last micro-batch of the step runs inside no_sync(), so its gradient is not averaged"
         else:
             cause = causes.cause_of_gradient(wrong[name], value, allowed, facts)
@@ -394,10 +394,12 @@ class _Comparison:
     def _place(self, name: str) -> int:
         return self._order.get(name.rpartition(".")[0], len(self._order))
 
-    def _with_scaling(self, finding: ParityFinding, expected: StepRecord, found: Sequence[StepRecord]) -> ParityFinding:
+    def _with_scaling(
+        self, finding: ParityFinding, expected: StepRecord, records: Sequence[StepRecord]
+    ) -> ParityFinding:
         """Name clipping by the norm of one shard: gradients were right after backward, and each rank scaled its own."""
         factors = []
-        for record in found:
+        for record in records:
             before, after = record.after_backward, record.gradients
             names = [name for name in after if name in before and before[name].local.numel()]
             if not names or len(names) < len([name for name in after if after[name].local.numel()]):
@@ -410,15 +412,15 @@ class _Comparison:
             factors.append(like.ratio)
         if len({round(factor, 6) for factor in factors}) < 2:
             return finding
-        if self._gradients(finding.step, expected, found, "after_backward"):
+        if self._gradients(finding.step, expected, records, "after_backward"):
             return finding
         detail = ", ".join(f"{factor:.4g}" for factor in factors)
         cause = "each process clips by the norm of its own shard: add the squares over the processes"
         return replace(finding, what="norm", cause=cause, ratio=None, detail=f"gradients are scaled by {detail}")
 
-    def _norms(self, step: int, expected: StepRecord, found: Sequence[StepRecord]) -> Iterator[ParityFinding]:
+    def _norms(self, step: int, expected: StepRecord, records: Sequence[StepRecord]) -> Iterator[ParityFinding]:
         for index, value in enumerate(expected.norms):
-            norms = [record.norms[index] for record in found if index < len(record.norms)]
+            norms = [record.norms[index] for record in records if index < len(record.norms)]
             allowed = self._limits.gradient * max(abs(value), 1e-30)
             if norms and not all(abs(norm - value) <= allowed for norm in norms):
                 ratio = next(norm for norm in norms if not abs(norm - value) <= allowed) / value if value else None
@@ -426,8 +428,8 @@ class _Comparison:
                 yield ParityFinding(step, "norm", causes.cause_of_norm(norms, value), ratio=ratio, detail=detail)
                 return
 
-    def _rates(self, step: int, expected: StepRecord, found: Sequence[StepRecord]) -> Iterator[ParityFinding]:
-        for facts, record in zip(self._ranks, found, strict=True):
+    def _rates(self, step: int, expected: StepRecord, records: Sequence[StepRecord]) -> Iterator[ParityFinding]:
+        for facts, record in zip(self._ranks, records, strict=True):
             for one, other in zip(record.rates, expected.rates, strict=False):
                 if abs(one - other) > 1e-6 * max(abs(other), 1e-12):
                     detail = f"{one:.6g} on rank {facts.rank}, one process {other:.6g}"
@@ -440,13 +442,13 @@ class _Comparison:
                     return
 
     def _parameters(
-        self, step: int, expected: StepRecord, found: Sequence[StepRecord], frozen: bool
+        self, step: int, expected: StepRecord, records: Sequence[StepRecord], frozen: bool
     ) -> Iterator[ParityFinding]:
         """Compare the parameters with a gradient after the step, or those without."""
         wrong: dict[str, tuple[list[Tensor | None], Tensor]] = {}
         for name, piece in expected.parameters.items():
             value, start = piece.local, self._start.get(name)
-            values = values_of([record.parameters.get(name) for record in found])
+            values = values_of([record.parameters.get(name) for record in records])
             if start is None or start.shape != value.shape or frozen is (name in expected.gradients):
                 continue
             kept = ~self._noise.get(name, torch.zeros(value.shape, dtype=torch.bool))
@@ -466,10 +468,10 @@ class _Comparison:
             )
             yield self._finding(step, "parameter", cause, name, like, [other for other in wrong if other != name])
 
-    def _buffers(self, step: int, expected: StepRecord, found: Sequence[StepRecord]) -> Iterator[ParityFinding]:
+    def _buffers(self, step: int, expected: StepRecord, records: Sequence[StepRecord]) -> Iterator[ParityFinding]:
         wrong = []
         for name, piece in expected.buffers.items():
-            values = values_of([record.buffers.get(name) for record in found])
+            values = values_of([record.buffers.get(name) for record in records])
             size = float(piece.local.double().norm())
             allowed = self._limits.gradient * size if piece.local.is_floating_point() else 0.0
             if any(one is None or _apart(one, piece.local) > allowed for one in values):
@@ -529,26 +531,26 @@ def dropout_seeds(several: Records) -> Iterator[ParityFinding]:
 
 def remarks(several: Records, one: Records) -> list[str]:
     """Further observations, which apply to one process as well or cannot be decided."""
-    found = [remark for facts in several.ranks for remark in facts.remarks]
+    observations = [remark for facts in several.ranks for remark in facts.remarks]
     records = [one.step(0, call) for call in range(1, one.calls + 1)]
     used = {name for record in records for name, piece in record.gradients.items() if piece.local.any()}
     trained = {name for record in records for name in record.gradients}
     missing = sorted(trained - used)
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        found.append(f"parameters without a gradient, or with a zero gradient: {', '.join(missing[:3])}{more}")
+        observations.append(f"parameters without a gradient, or with a zero gradient: {', '.join(missing[:3])}{more}")
     for record in records:
         count = len(record.losses)
         if count > 1 and all(causes.is_near(divisor, count * count) for divisor in record.divisors):
-            found.append(
+            observations.append(
                 f"the loss is divided by {count * count} with {count} micro-batches for each step: it is divided twice"
             )
     if not several.ranks[0].shards_known:
-        found += [f"dropout: {seed.cause}" for seed in dropout_seeds(several)]
+        observations += [f"dropout: {seed.cause}" for seed in dropout_seeds(several)]
     losses = [record.losses for record in records if record.losses]
     if len(losses) > 1 and all(one == losses[0] for one in losses):
-        found.append(f"the loss does not change: it is {losses[0]} in every step")
-    return list(dict.fromkeys(found))
+        observations.append(f"the loss does not change: it is {losses[0]} in every step")
+    return list(dict.fromkeys(observations))
 
 
 def limits_of(several: Records, one: Records) -> Limits:

@@ -15,7 +15,16 @@ __all__ = ("Difference", "Resumed", "compare_resumed", "compare_runs", "unsaved_
 LOSS_TOLERANCE: Final = 1e-4
 """Largest relative difference of losses between numbers of processes, which add float32 terms in another order."""
 
-_ORDER: Final = ("generator", "scheduler", "scaler", "optimizer", "weights", "buffers", "registered", "gradients")
+_GROUPS_BY_CAUSE: Final = (
+    "generator",
+    "scheduler",
+    "scaler",
+    "optimizer",
+    "weights",
+    "buffers",
+    "registered",
+    "gradients",
+)
 """Groups of state; within a step, a difference in one causes differences in the next."""
 
 
@@ -62,10 +71,10 @@ class Resumed:
 
     def pairs(self, rank: int) -> Iterator[tuple[int, StepRecord, StepRecord | None]]:
         """(step of the uninterrupted run, its record, that of the resumed run) after the checkpoint."""
-        made = self.resumed.calls
+        resumed_calls = self.resumed.calls
         for number in range(1, self.calls + 1):
             one = self.straight.step(rank, self.call + number)
-            yield one.number, one, self.resumed.step(rank, number) if number <= made else None
+            yield one.number, one, self.resumed.step(rank, number) if number <= resumed_calls else None
 
 
 def compare_resumed(run: Resumed) -> Difference | None:
@@ -121,13 +130,13 @@ def _values(what: str, one: Sequence[float], other: Sequence[float], step: int, 
 
 def _pieces(
     expected: Mapping[str, Mapping[str, str]],
-    found: Mapping[str, Mapping[str, str]],
+    actual: Mapping[str, Mapping[str, str]],
     step: int,
     rank: int | None,
     loaded: bool = False,
 ) -> Iterator[Difference]:
-    for group in sorted(expected.keys() | found.keys(), key=_place):
-        ours, theirs = dict(expected.get(group, {})), dict(found.get(group, {}))
+    for group in sorted(expected.keys() | actual.keys(), key=_place):
+        ours, theirs = dict(expected.get(group, {})), dict(actual.get(group, {}))
         if group in ("weights", "buffers"):
             # A model is seen at its first forward. Buffers of other ranks become those of rank 0 in the next forward.
             if loaded and rank and group == "buffers":
@@ -144,7 +153,9 @@ def _pieces(
 
 
 def _place(group: str) -> tuple[int, str]:
-    return next((index for index, name in enumerate(_ORDER) if group.startswith(name)), len(_ORDER)), group
+    return next(
+        (index for index, name in enumerate(_GROUPS_BY_CAUSE) if group.startswith(name)), len(_GROUPS_BY_CAUSE)
+    ), group
 
 
 def _variables(one: StepRecord, other: StepRecord, step: int, rank: int, keeps: bool) -> Iterator[Difference]:
@@ -162,7 +173,9 @@ def unsaved_variables(run: Resumed) -> list[str]:
     step, one, other = list(run.pairs(0))[-1]
     if other is None:
         return []
-    return [found.what.removeprefix("the variable ") for found in _variables(one, other, step, 0, keeps=False)]
+    return [
+        difference.what.removeprefix("the variable ") for difference in _variables(one, other, step, 0, keeps=False)
+    ]
 
 
 # ---------------------------------------------------------------- another number of processes
@@ -213,13 +226,13 @@ def _whole(records: Records, rank: int, call: int) -> StartRecord:
 
 def _global_order(records: Records, calls: range) -> list[tuple[str, str]]:
     """(pass, id) of the samples of all processes, in global order."""
-    found = []
+    samples = []
     for call in calls:
         steps = records.steps(call)
         for batches in zip(*(zip(step.feeds, step.samples, strict=True) for step in steps), strict=False):
             for feed, ids in batches:
-                found += [(feed, one) for one in ids]
-    return found
+                samples += [(feed, one) for one in ids]
+    return samples
 
 
 def _mean_loss(steps: Sequence[StepRecord]) -> tuple[float, int] | None:

@@ -33,10 +33,10 @@ def digests_of(state: Any) -> dict[str, str]:
 
 def digest(value: Any) -> str:
     """The digest of a value; of a sharded tensor, that of this process's part."""
-    made = blake2b(digest_size=8)
+    hasher = blake2b(digest_size=8)
     for chunk in _chunks(value):
-        made.update(chunk)
-    return made.hexdigest()
+        hasher.update(chunk)
+    return hasher.hexdigest()
 
 
 def sample_digests(batch: Any) -> list[str]:

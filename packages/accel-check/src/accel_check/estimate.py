@@ -16,7 +16,7 @@ from accel_state.errors import SettingError
 
 __all__ = ("ESTIMATE", "TrainingMemory")
 
-_SCRIPT: Final = str(Path(__file__).with_name("train_model.py"))
+_TRAIN_MODEL_SCRIPT: Final = str(Path(__file__).with_name("train_model.py"))
 
 
 class TrainingMemory:
@@ -65,7 +65,7 @@ class TrainingMemory:
             )
         numbers = (str(arguments.batch_size), str(arguments.sequence_length))
         words = (source, json.dumps(dict(options)), arguments.optimizer, *numbers)
-        return run_with(arguments, CheckedScript(_SCRIPT, words))
+        return run_with(arguments, CheckedScript(_TRAIN_MODEL_SCRIPT, words))
 
 
 ESTIMATE = TrainingMemory()

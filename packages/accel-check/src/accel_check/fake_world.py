@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import traceback
 import warnings
 import weakref
@@ -25,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -33,19 +35,23 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel_check.batches import in_prepared_loader, place_in_script
 from accel_check.meshes import follow_meshes
 from accel_check.models import plain_name
-from accel_check.on_host import OnHost, named_on_host, use_no_accelerator
 from accel_check.scratch import note_other_files, skip_saves
 from accel_state.errors import AccelError
 
-__all__ = ("Collective", "FakeRank", "PlanRecord")
+__all__ = (
+    "Collective",
+    "FakeRank",
+    "OnHost",
+    "PlanRecord",
+    "named_on_host",
+    "use_no_accelerator",
+)
 
-STEPS: Final = 2
-"""Optimizer steps of a plan; the first one creates the states of the optimizer."""
-_BUCKET: Final = 25 * 2**20
-_SPACES: Final = ("c10d", "_c10d_functional")
-_ROOTED: Final = ("scatter_", "gather_")
+_BUCKET_BYTES: Final = 25 * 2**20
+_COLLECTIVE_NAMESPACES: Final = ("c10d", "_c10d_functional")
+_ROOTED_COLLECTIVES: Final = ("scatter_", "gather_")
 """Collectives of which one rank has more tensors than the others."""
-_NEEDS_VALUES: Final = (
+_NEEDS_VALUES_TEXTS: Final = (
     "fake tensor",
     "Fake tensor",
     "FakeTensor",
@@ -53,7 +59,7 @@ _NEEDS_VALUES: Final = (
     "Cannot access data pointer",
 )
 """In errors of torch where a function reads the values of a tensor that has none."""
-_NO_VALUE: Final = ("_local_scalar_dense", "equal", "is_nonzero", "allclose")
+_VALUE_READING_OPERATIONS: Final = ("_local_scalar_dense", "equal", "is_nonzero", "allclose")
 
 
 class Planned(SystemExit):
@@ -168,7 +174,7 @@ class FakeRank:
             [f"{type(error).__name__}:", *map(str.strip, lines[: 3 if isinstance(error, AccelError) else 1])]
         )
         self.record.needs_values = any("DataDependent" in kind or "DynamicOutputShape" in kind for kind in kinds)
-        self.record.needs_values |= any(told in text for told in _NEEDS_VALUES)
+        self.record.needs_values |= any(phrase in text for phrase in _NEEDS_VALUES_TEXTS)
         places = [
             f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
             for frame in traceback.extract_tb(error.__traceback__)
@@ -301,8 +307,8 @@ class FakeRank:
 
         def called(module: nn.Module, *arguments: Any, **options: Any) -> Any:
             if torch.is_grad_enabled() and all(root() is not module for root in self._roots):
-                known = {id(one) for root in self._roots if (it := root()) is not None for one in it.parameters()}
-                if any(id(one) not in known for one in module.parameters()):
+                parameters = {id(one) for root in self._roots if (it := root()) is not None for one in it.parameters()}
+                if any(id(one) not in parameters for one in module.parameters()):
                     self._roots.append(weakref.ref(module))
                     self._name_parameters()
             return call(module, *arguments, **options)
@@ -311,8 +317,8 @@ class FakeRank:
             (torch.optim.Optimizer, optimizer_made),
             (torch.amp.GradScaler, scaler_made),
         ]
-        for kind, made in kinds:
-            kind.__init__ = made
+        for kind, constructor in kinds:
+            kind.__init__ = constructor
         nn.Module.__call__ = called  # type: ignore[method-assign]
 
     # ------------------------------------------------------------------ steps
@@ -427,8 +433,8 @@ class FakeRank:
         held = sum(_local(one).numel() for _, one, sharded in with_gradient if sharded)
         record.sharded = held, record.sharded[1]
         if self._tracker is not None:
-            found = next(iter(self._tracker.get_tracker_snapshot("peak").values()))
-            record.memory = {str(getattr(kind, "value", kind)): int(size) for kind, size in found.items()}
+            peak = next(iter(self._tracker.get_tracker_snapshot("peak").values()))
+            record.memory = {str(getattr(kind, "value", kind)): int(size) for kind, size in peak.items()}
         raise Planned
 
 
@@ -460,24 +466,24 @@ class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
         space, _, operation = name.partition("::")
         operation = operation.partition(".")[0]
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if operation in _NO_VALUE and any(isinstance(leaf, FakeTensor) for leaf in leaves):
+        if operation in _VALUE_READING_OPERATIONS and any(isinstance(leaf, FakeTensor) for leaf in leaves):
             self._rank.reads_value()
             dtype = leaves[0].dtype
             if operation != "_local_scalar_dense" or dtype is torch.bool:
                 return False
             return 1.0 if dtype.is_floating_point else 1
-        if space in _SPACES and operation != "wait_tensor":
-            sent = leaves[:1] if operation in _ROOTED else leaves
+        if space in _COLLECTIVE_NAMESPACES and operation != "wait_tensor":
+            sent = leaves[:1] if operation in _ROOTED_COLLECTIVES else leaves
             elements, size = sum(one.numel() for one in sent), sum(one.nbytes for one in sent)
             self._rank.sent(Collective(operation.strip("_"), elements, size, self._rank.place), leaves)
         if leaves and not any(isinstance(leaf, FakeTensor) for leaf in leaves):
             # What has values keeps them, such as the ranks of a mesh.
             with unset_fake_temporarily():
                 return function(*args, **(kwargs or {}))
-        made = function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
         if space == "aten":
-            self._rank.computed(leaves, leaves[:1] if operation == "copy_" else pytree.tree_leaves(made))
-        return made
+            self._rank.computed(leaves, leaves[:1] if operation == "copy_" else pytree.tree_leaves(result))
+        return result
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -486,14 +492,14 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _converted_module(module: nn.Module, function: Callable[..., Any], recurse: bool = True) -> nn.Module:
     """Does what `Module._apply` does, which swaps tensors; those without values cannot be swapped."""
-    made: dict[Tensor, Any] = {}
+    converted: dict[Tensor, Any] = {}
     for one in module.modules() if recurse else [module]:
         for held in (one._parameters, one._buffers):
             for name, tensor in held.items():
-                if tensor is not None and tensor not in made:
-                    made[tensor] = _converted(tensor, function)
+                if tensor is not None and tensor not in converted:
+                    converted[tensor] = _converted(tensor, function)
                 if tensor is not None:
-                    held[name] = made[tensor]
+                    held[name] = converted[tensor]
     return module
 
 
@@ -535,7 +541,7 @@ class _Replicas(nn.parallel.DistributedDataParallel):
         self._queued = False
         named = dict(module.named_parameters())
         sent = [one for name, one in named.items() if one.requires_grad and name not in self.parameters_to_ignore]
-        limit = _BUCKET if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
+        limit = _BUCKET_BYTES if bucket_cap_mb is None else int(bucket_cap_mb * 2**20)
         self._buckets = [
             (bucket, torch.cat([one.detach().flatten() for one in bucket])) for bucket in _split(sent, limit)
         ]
@@ -564,3 +570,56 @@ class _Replicas(nn.parallel.DistributedDataParallel):
                 parameter.grad.copy_(buffer[: parameter.numel()].view_as(parameter))
             for note in _Replicas.note:
                 note(present)
+
+
+# ---------------------------------------------------------------------- accelerators that a script names
+
+# All tensors of a plan are on the host, so the script receives the host instead of an accelerator.
+
+_ACCELERATOR_DEVICE: Final = re.compile(r"(cuda|xpu|hpu|npu|mps)(:\d+)?")
+_SKIPPED_FUNCTIONS: Final = ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed_all")
+"""Functions of `torch.cuda` that need a device and return nothing."""
+
+
+def _on_host(value: Any) -> Any:
+    named = value.type if isinstance(value, torch.device) else value
+    return "cpu" if isinstance(named, str) and _ACCELERATOR_DEVICE.fullmatch(named) else value
+
+
+def named_on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, called with the host instead of each accelerator among its arguments."""
+
+    @functools.wraps(function)
+    def called(*arguments: Any, **options: Any) -> Any:
+        return function(*map(_on_host, arguments), **{name: _on_host(value) for name, value in options.items()})
+
+    return called
+
+
+class OnHost(TorchFunctionMode):
+    """A block in which functions of torch receive the host instead of an accelerator."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if function is torch.device:
+            return function(*args, **(kwargs or {}))
+        args, kwargs = pytree.tree_map(_on_host, (tuple(args), dict(kwargs or {})))
+        return function(*args, **kwargs)
+
+
+def use_no_accelerator() -> None:
+    """Let what a script calls of `torch.cuda` do nothing, and autocast choose the host, until this process ends."""
+
+    def skipped(*_: Any, **__: Any) -> None:
+        return None
+
+    for name in _SKIPPED_FUNCTIONS:
+        setattr(torch.cuda, name, skipped)
+    torch.cuda.current_device = lambda: 0
+    autocast: Any = torch.autocast
+    autocast.__init__ = named_on_host(autocast.__init__)
+
+
+STEPS: Final = 2
+"""Optimizer steps of a plan; the first one creates the states of the optimizer."""

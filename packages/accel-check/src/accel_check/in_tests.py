@@ -18,8 +18,8 @@ from accel_state.errors import SettingError
 
 __all__ = ("parity", "resume")
 
-_COMMAND: Final = Path(__file__).with_name("started.py")
-_SCRIPT: Final = Path(__file__).with_name("train_function.py")
+_COMMAND_SCRIPT: Final = Path(__file__).with_name("started.py")
+_TRAINING_SCRIPT: Final = Path(__file__).with_name("train_function.py")
 
 
 def parity(
@@ -73,13 +73,13 @@ def parity(
     options += ["--mixed_precision", mixed_precision] if mixed_precision else []
     options += [f"--launch={subprocess.list2cmdline(launch)}"] if launch else []
     (line,) = _lines("check-parity", options, train, batches)
-    found = json.loads(line)
+    report = json.loads(line)
     findings = []
-    for one in found["findings"]:
+    for one in report["findings"]:
         fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in one.items()}
         findings.append(ParityFinding(**fields))
-    known = {key: value for key, value in found.items() if key not in ("findings", "parameter", "module")}
-    return ParityReport(**known, findings=findings)
+    fields = {key: value for key, value in report.items() if key not in ("findings", "parameter", "module")}
+    return ParityReport(**fields, findings=findings)
 
 
 def resume(
@@ -144,10 +144,10 @@ def _lines(command: str, options: Sequence[str], train: Callable[[Any, Any], obj
             "Give at least one batch, and batches of one size.",
         )
     with tempfile.TemporaryDirectory(prefix="accel-check-") as folder:
-        given = Path(folder, "batches.pt")
-        torch.save(list(batches), given)
-        words = [sys.executable, str(_COMMAND), command, "--json", *options]
-        words += [str(_SCRIPT), str(given), str(Path(file).resolve()), name]
+        batches_file = Path(folder, "batches.pt")
+        torch.save(list(batches), batches_file)
+        words = [sys.executable, str(_COMMAND_SCRIPT), command, "--json", *options]
+        words += [str(_TRAINING_SCRIPT), str(batches_file), str(Path(file).resolve()), name]
         done = subprocess.run(words, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode not in CODES.values():
         raise SettingError(

@@ -15,7 +15,7 @@ from accel_state.errors import SettingError
 
 __all__ = ("ProcessLaunch", "add_launch_options", "add_script", "axes_of", "launch_of", "read_numbers", "show_progress")
 
-_AXES: Final = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+_AXIS_NAMES: Final = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class ProcessLaunch:
 
     def words(self) -> list[str]:
         """The options of `accel launch`."""
-        made = ["--cpu", *(["--backend", self.backend] if self.backend else [])]
-        made += ["--mixed_precision", self.mixed_precision] if self.mixed_precision else []
+        words = ["--cpu", *(["--backend", self.backend] if self.backend else [])]
+        words += ["--mixed_precision", self.mixed_precision] if self.mixed_precision else []
         if self.axes:
-            made.append("--use_parallelism_config")
+            words.append("--use_parallelism_config")
         for name, size in self.axes.items():
-            made += [f"--parallelism_config_{name}_size", str(size)]
+            words += [f"--parallelism_config_{name}_size", str(size)]
         if self.axes.get("sp", 1) > 1 and self.backend != "deepspeed":
-            made += ["--parallelism_config_sp_backend", "torch"]
-        return [*made, *self.options]
+            words += ["--parallelism_config_sp_backend", "torch"]
+        return [*words, *self.options]
 
     def alone(self) -> ProcessLaunch:
         """One process in the same precision."""
@@ -136,16 +136,16 @@ def axes_of(text: str) -> dict[str, int]:
     for part in text.split(","):
         name, _, size = part.partition("=")
         name = name.strip().removesuffix("_size")
-        if name not in _AXES or not size.strip().isdigit():
+        if name not in _AXIS_NAMES or not size.strip().isdigit():
             raise ArgumentTypeError(
-                f"{part!r} is not an axis and its size, such as tp=2; the axes are {', '.join(_AXES)}"
+                f"{part!r} is not an axis and its size, such as tp=2; the axes are {', '.join(_AXIS_NAMES)}"
             )
         sizes[name] = int(size)
     return sizes
 
 
 def read_numbers(text: str) -> tuple[int, ...]:
-    """Numbers, from "3,7"."""
+    """Parse numbers that are separated by commas, such as "3,7"."""
     return tuple(int(part) for part in text.split(","))
 
 

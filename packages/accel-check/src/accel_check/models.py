@@ -15,12 +15,18 @@ from accel_check.records import StartRecord, TensorPart
 
 __all__ = ("Models", "piece_of", "plain_name")
 
-_WRAPPERS: Final = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_forward_module.", "module.")
+_WRAPPER_PREFIXES: Final = (
+    "_orig_mod.",
+    "_fsdp_wrapped_module.",
+    "_checkpoint_wrapped_module.",
+    "_forward_module.",
+    "module.",
+)
 
 
 def plain_name(name: str) -> str:
     """The name of a parameter or module in the script's own model, without the attributes of wrappers."""
-    for wrapper in _WRAPPERS:
+    for wrapper in _WRAPPER_PREFIXES:
         name = name.replace(wrapper, "")
     return name
 
@@ -105,7 +111,7 @@ class Models:
                 yield name, parameter
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers of all models."""
+        """The name and the tensor of each buffer of all recorded models."""
         for prefix, reference in self._roots:
             root = reference()
             if root is not None:

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final, Protocol
 
 import torch
@@ -22,17 +23,23 @@ from torch.utils import _pytree as pytree
 
 from accel_check.batches import Batches
 from accel_check.digests import digest, generators, sample_digests
-from accel_check.dropout import turn_off_dropout, turn_off_recurrent_dropout
 from accel_check.meshes import follow_meshes
 from accel_check.models import Models, piece_of
 from accel_check.records import OutputSums, RankFacts, Records, StepRecord, TensorPart, values_of, write_record
-from accel_check.signs import divisor_of, unchanged_copies
 from accel_check.task import Task
 
-__all__ = ("StepFollower", "StepRecorder", "StopScript")
+__all__ = (
+    "StepFollower",
+    "StepRecorder",
+    "StopScript",
+    "divisor_of",
+    "turn_off_dropout",
+    "turn_off_recurrent_dropout",
+    "unchanged_copies",
+)
 
-_MORE_STEPS: Final = 1000
-_MORE_SECONDS: Final = 30.0
+_MAX_UNRECORDED_STEPS: Final = 1000
+_MAX_UNRECORDED_S: Final = 30.0
 """How long a script whose sampler never got an epoch trains on, unrecorded, until its second pass."""
 
 
@@ -77,7 +84,7 @@ class StepRecorder:
         self.calls = 0
         self.more_state: list[Callable[[], dict[str, dict[str, str]]]] = []
         """Return digests of further state, by group and path."""
-        self.known: list[Callable[[], list[Any]]] = []
+        self.compared_objects: list[Callable[[], list[Any]]] = []
         """Return objects whose state is compared already."""
         self.read_gradients: Callable[[], dict[str, TensorPart]] = self._own_gradients
         self.read_parameters: Callable[[], dict[str, TensorPart]] = self._own_parameters
@@ -409,13 +416,13 @@ class StepRecorder:
         """End the script, unless its second pass over the data is still to be seen."""
         if self.batches.recording and self.batches.shuffled_without_epoch and not self.task.is_reference:
             self.batches.recording = False
-            self._ends_at = time.monotonic() + _MORE_SECONDS
+            self._ends_at = time.monotonic() + _MAX_UNRECORDED_S
             return
         if self.batches.recording:
             raise StopScript
 
     def _go_on(self) -> None:
-        if self.batches.repeats or self.calls > _MORE_STEPS or time.monotonic() > self._ends_at:
+        if self.batches.repeats or self.calls > _MAX_UNRECORDED_STEPS or time.monotonic() > self._ends_at:
             raise StopScript
 
     def finish(self) -> None:
@@ -437,3 +444,100 @@ class StepRecorder:
             self.facts.more |= self.follower.finish()
         self.batches.finish()
         write_record(self.folder / "facts.pt", self.facts)
+
+
+# ---------------------------------------------------------------------- signs of faults that one process has as well
+
+
+_MAX_SIGNS: Final = 20
+
+
+def divisor_of(loss: Tensor) -> float:
+    """By what a loss was divided after it was computed: the product of the last divisions and multiplications."""
+    divisor, node = 1.0, loss.grad_fn
+    for _ in range(_MAX_SIGNS):
+        kind = type(node).__name__
+        if node is None or kind not in ("DivBackward0", "MulBackward0"):
+            break
+        other: Any = getattr(node, "_saved_other", None)
+        parents = [one for one, _ in node.next_functions if one is not None]
+        if len(parents) != 1:
+            break
+        value = float(other) if isinstance(other, (int, float)) or _is_number(other) else 0.0
+        if not value:
+            break
+        divisor = divisor * value if kind == "DivBackward0" else divisor / value
+        node = parents[0]
+    return divisor
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad
+
+
+def unchanged_copies(frame: FrameType | None, script: str, models: Models, seen: dict[str, Any]) -> None:
+    """Note modules of the script that have the shapes of a trained model, and whether they ever change.
+
+    Args:
+        frame: the innermost running frame.
+        script: the script's file.
+        models: the models that are trained.
+        seen: for each variable, whether it has changed, and its values.
+    """
+    trained = {id(parameter) for _, parameter in models.parameters()}
+    shapes = sorted(tuple(parameter.shape) for _, parameter in models.parameters() if parameter.requires_grad)
+    while frame is not None:
+        if frame.f_code.co_filename == script:
+            for name, value in list(frame.f_locals.items()):
+                if not isinstance(value, nn.Module) or any(id(one) in trained for one in value.parameters()):
+                    continue
+                if sorted(tuple(one.shape) for one in value.parameters()) != shapes:
+                    continue
+                now = [one.detach().clone() for one in value.parameters()]
+                changed, before = seen.get(name, (False, now))
+                changed = changed or any(not torch.equal(one, two) for one, two in zip(now, before, strict=True))
+                seen[name] = changed, now
+        frame = frame.f_back
+
+
+# ---------------------------------------------------------------------- dropout
+
+# It is turned off, so that runs can be compared. The layers of torch and most models look up the functions of
+# `torch.nn.functional` when they call them, so these functions are replaced.
+
+_DROPOUT_FUNCTIONS: Final = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+
+
+def turn_off_dropout(drawn: Callable[[], None]) -> None:
+    """Replace the functions of torch until the process ends.
+
+    Args:
+        drawn: called where a mask would be drawn.
+    """
+    functional: Any = nn.functional
+
+    def identity(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002
+        if training and p:
+            drawn()
+        return input
+
+    for name in _DROPOUT_FUNCTIONS:
+        setattr(functional, name, identity)
+    torch.dropout = identity  # type: ignore[assignment]
+    attention = functional.scaled_dot_product_attention
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Any:
+        names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+        named = dict(zip(names, arguments, strict=False)) | options
+        if named.pop("dropout_p", 0.0):
+            drawn()
+        return attention(query, key, value, **named)
+
+    functional.scaled_dot_product_attention = attend
+
+
+def turn_off_recurrent_dropout(model: nn.Module) -> None:
+    """Turn off the dropout between the layers of recurrent networks, which their kernels apply."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.dropout = 0.0

@@ -147,7 +147,7 @@ def write_record(path: Path, value: Any) -> None:
 
 
 def read(path: Path) -> Any:
-    """Read a record."""
+    """Read what `torch.save` wrote into a file of the check, with its classes: the check itself wrote it."""
     return torch.serialization.load(path, map_location="cpu", weights_only=False)
 
 
@@ -179,15 +179,15 @@ class Records:
 
     def start(self) -> list[StartRecord]:
         """The state before the first step, on all ranks."""
-        found = []
+        starts = []
         for facts in self.ranks:
             start = StartRecord()
             for path in sorted((self.folder / f"rank_{facts.rank}").glob("start_*.pt")):
                 one: StartRecord = read(path)
                 start.parameters |= one.parameters
                 start.buffers |= one.buffers
-            found.append(start)
-        return found
+            starts.append(start)
+        return starts
 
     def representatives(self) -> list[RankFacts]:
         """One rank of each group that reads the same samples."""

@@ -65,16 +65,16 @@ class ResumeNotes:
         recorder = self._recorder
         if not step.optimizer:
             self._calls_at[self.first_steps] = recorder.calls
-        known = [one for known in recorder.known for one in known()]
-        known += [one() for one in (*recorder.optimizers, *recorder.schedulers, *recorder.scalers)]
-        known += list(recorder.models.roots())
+        compared = [one for objects in recorder.compared_objects for one in objects()]
+        compared += [one() for one in (*recorder.optimizers, *recorder.schedulers, *recorder.scalers)]
+        compared += list(recorder.models.roots())
         if self.task.resumed_at:
             last = self.first_steps >= self.task.last_step
         else:
             ends = [call + self.task.last_step - max(self.task.save_at) for call, _ in self.kept.values()]
             last = len(ends) == len(self.task.save_at) and recorder.calls >= max(ends)
         if last or recorder.calls in self._ends():
-            step.variables = variables_of(sys._getframe(), recorder.script, known)
+            step.variables = variables_of(sys._getframe(), recorder.script, compared)
         return last
 
     def _ends(self) -> set[int]:
@@ -127,7 +127,7 @@ class ResumeNotes:
 
     def _others(self, paths: list[str], call: int, step: int) -> list[str]:
         """Files beside the checkpoint's that the script has opened itself."""
-        scratch, found = self._recorder.task.scratch, []
+        scratch, copies = self._recorder.task.scratch, []
         folders = {
             "/" + os.path.relpath(path if os.path.isdir(path) else os.path.dirname(path), scratch) for path in paths
         }
@@ -137,8 +137,8 @@ class ResumeNotes:
                 kept = os.path.join(self.folder_of(step), path.lstrip(os.sep))
                 os.makedirs(os.path.dirname(kept), exist_ok=True)
                 shutil.copyfile(path, kept)
-                found.append(kept)
-        return found
+                copies.append(kept)
+        return copies
 
     def finish(self) -> dict[str, Any]:
         """Facts about this process."""

@@ -21,29 +21,32 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from accel_state.errors import NotOffered, SettingError
 from accel_state.network import get_free_port
 
 if TYPE_CHECKING:
+    from accel_check.recorder import StepRecorder
+    from accel_check.resume_notes import ResumeNotes
     from accel_check.task import Task
 
 __all__ = (
     "CheckedScript",
+    "follow_sessions",
     "import_libraries",
     "run",
     "run_forked",
     "run_path",
 )
 
-_GRACE: Final = 60.0
+_GRACE_S: Final = 60.0
 """Seconds that the other ranks have after the first one has ended."""
-_TICK: Final = 0.01
-_TAIL: Final = 15
+_POLL_INTERVAL_S: Final = 0.01
+_TAIL_LINES: Final = 15
 """Lines of a run's output that are shown when it failed."""
-_PARENT_DEATH: Final = 1
-_LIBRARIES: Final = (
+_SET_PARENT_DEATH_SIGNAL: Final = 1
+_PRELOADED_MODULES: Final = (
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
@@ -53,7 +56,7 @@ _LIBRARIES: Final = (
 )
 
 
-_OURS: Final = re.compile(r"^\s*(import|from)\s+(accelerate|accel_|transformers)", re.MULTILINE)
+_OWN_IMPORT: Final = re.compile(r"^\s*(import|from)\s+(accelerate|accel_|transformers)", re.MULTILINE)
 
 
 class CheckedScript:
@@ -86,10 +89,10 @@ class CheckedScript:
 
 def import_libraries(script: CheckedScript) -> None:
     """Import what the processes of a run need, so that each fork has it."""
-    names = [*_LIBRARIES, "accel_check.recorder"]
+    names = [*_PRELOADED_MODULES, "accel_check.recorder"]
     text = Path(script.path).read_text(encoding="utf-8", errors="replace")
     # The Trainer of transformers uses the library as well.
-    if _OURS.search(text):
+    if _OWN_IMPORT.search(text):
         own = ("accel_torch.accelerator", "accel_check.session_hook")
         names += own if importlib.util.find_spec("accel_torch") else ()
     for name in names:
@@ -147,9 +150,9 @@ def run_forked(
     if failed is None:
         return None
     if codes[failed] == -signal.SIGKILL:
-        return f"rank {failed} did not end within {timeout:g} s, or {_GRACE:g} s after another rank"
+        return f"rank {failed} did not end within {timeout:g} s, or {_GRACE_S:g} s after another rank"
     output = (folder / f"output_{failed}.txt").read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join([f"rank {failed} ended with exit code {codes[failed]}:", *output[-_TAIL:]])
+    return "\n".join([f"rank {failed} ended with exit code {codes[failed]}:", *output[-_TAIL_LINES:]])
 
 
 def _wait(running: dict[int, int], timeout: float) -> dict[int, int]:
@@ -162,8 +165,8 @@ def _wait(running: dict[int, int], timeout: float) -> dict[int, int]:
             if ended:
                 _kill_group(process)
                 codes[running.pop(process)] = os.waitstatus_to_exitcode(status)
-                deadline = min(deadline, time.monotonic() + _GRACE)
-        time.sleep(_TICK)
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+        time.sleep(_POLL_INTERVAL_S)
     return codes | dict.fromkeys(running.values(), -signal.SIGKILL)
 
 
@@ -188,7 +191,7 @@ def _become_rank(folder: Path, rank: int, variables: Mapping[str, str], body: Ca
     try:
         os.setpgid(0, 0)
         if sys.platform.startswith("linux"):
-            ctypes.CDLL(None).prctl(_PARENT_DEATH, signal.SIGKILL)
+            ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         output = os.open(folder / f"output_{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -215,7 +218,6 @@ def _run_script(task: Task, script: CheckedScript, rank: int, world: int) -> int
     from accel_check.recorder import StepRecorder, StopScript
     from accel_check.resume_notes import ResumeNotes
     from accel_check.scratch import redirect_saves
-    from accel_check.sessions import follow_sessions
 
     torch.set_num_threads(1)
     if task.resume is None:
@@ -256,6 +258,31 @@ def run_path(script: CheckedScript) -> None:
 def _meet(folder: Path, rank: int, world: int) -> None:
     """Wait until every rank has recorded its last step, since this one may serve the store or hold their messages."""
     (folder / f"done_{rank}").touch()
-    deadline = time.monotonic() + _GRACE
+    deadline = time.monotonic() + _GRACE_S
     while time.monotonic() < deadline and any(not (folder / f"done_{one}").exists() for one in range(world)):
-        time.sleep(_TICK)
+        time.sleep(_POLL_INTERVAL_S)
+
+
+def follow_sessions(recorder: StepRecorder, notes: ResumeNotes | None) -> None:
+    """Follow the sessions of this process, if accel-torch is installed.
+
+    Args:
+        recorder: the recorder of this process.
+        notes: the notes of a check of a resumed run; None in another check.
+    """
+    if importlib.util.find_spec("accel_torch") is None:
+        return
+    from accel_torch.hooks import PROCESS_HOOKS, Hook
+
+    class Follow(Hook):
+        """Is replaced by the hook that follows sessions when there is one: other scripts are spared its imports."""
+
+        def configure(self, options: Any) -> Any:
+            """Called with the arguments of the first Accelerator."""
+            from accel_check.session_hook import SessionHook
+
+            hook = SessionHook(recorder, notes)
+            PROCESS_HOOKS[PROCESS_HOOKS.index(self)] = hook
+            return hook.configure(options)
+
+    PROCESS_HOOKS.append(Follow())

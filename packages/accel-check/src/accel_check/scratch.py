@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ("Scratch", "deepest_common", "note_other_files", "redirect_saves", "skip_saves")
 
-_WRITING: Final = os.O_WRONLY | os.O_RDWR
+_WRITING_FLAGS: Final = os.O_WRONLY | os.O_RDWR
 
 
 class Scratch:
@@ -161,7 +161,7 @@ def note_other_files(opened: Callable[[str, bool], None], script_folder: str, ow
             return
         path, mode, flags = arguments
         path = os.path.abspath(path)
-        writes = any(letter in mode for letter in "wax+") if isinstance(mode, str) else (flags or 0) & _WRITING
+        writes = any(letter in mode for letter in "wax+") if isinstance(mode, str) else (flags or 0) & _WRITING_FLAGS
         if writes and not path.startswith(own):
             opened(path, not path.startswith(outside) and "__pycache__" not in path)
 

@@ -36,7 +36,7 @@ class ScratchHook(Hook):
         return options._replace(project=dataclasses.replace(options.project, **folders), log_with=())
 
     def folder_to_save(self, session: Session, output_dir: Any) -> Any:
-        """The counterpart of a folder."""
+        """Save into the counterpart of a folder inside the scratch folder, so that the script's own stays unchanged."""
         return None if output_dir is None else self.inside(output_dir)
 
     def folder_to_load(self, session: Session, input_dir: Any, missing_ok: bool) -> Any:

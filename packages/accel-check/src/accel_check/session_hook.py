@@ -83,7 +83,7 @@ class SessionHook(ScratchHook):
         recorder = self._recorder
         if self._notes is not None:
             recorder.more_state.append(self._registered)
-            recorder.known.append(self._prepared)
+            recorder.compared_objects.append(self._prepared)
             if self._notes.task.resumed_at:
                 add_hook(session.prepared.load_hooks, self._before_load)
             return
@@ -117,7 +117,7 @@ class SessionHook(ScratchHook):
         self._recorder.after_clip(norm)
 
     def loader_prepared(self, session: Session, loader: Any) -> None:
-        """Follow a prepared loader."""
+        """Record the passes and batches of a prepared loader from now on."""
         if hasattr(loader, "between_batches"):
             follower = _LoaderFollower(self._recorder, self._loaders)
             self._loaders += 1
@@ -194,10 +194,10 @@ class SessionHook(ScratchHook):
         if session is None:
             return []
         prepared = session.prepared
-        known = [*prepared.custom, *prepared.loaders, *prepared.schedulers, *prepared.optimizers]
-        known += [*prepared.models, *map(extract_model_from_parallel, prepared.models)]
-        known += [inner_optimizer(item) for item in prepared.optimizers]
-        return known + [getattr(item, "scheduler", item) for item in prepared.schedulers]
+        objects = [*prepared.custom, *prepared.loaders, *prepared.schedulers, *prepared.optimizers]
+        objects += [*prepared.models, *map(extract_model_from_parallel, prepared.models)]
+        objects += [inner_optimizer(item) for item in prepared.optimizers]
+        return objects + [getattr(item, "scheduler", item) for item in prepared.schedulers]
 
     # ------------------------------------------------------------------ what engines have
 
@@ -211,22 +211,22 @@ class SessionHook(ScratchHook):
 
     def _gradients(self) -> dict[str, TensorPart]:
         session = None if self._session is None else self._session()
-        found: dict[str, TensorPart] = {}
+        pieces: dict[str, TensorPart] = {}
         for prefix, model in self._models():
             assert session is not None
-            found |= {prefix + name: piece_of(one) for name, one in session.strategy.gradients(model).items()}
-        return found
+            pieces |= {prefix + name: piece_of(one) for name, one in session.strategy.gradients(model).items()}
+        return pieces
 
     def _parameters(self) -> dict[str, TensorPart]:
         session = None if self._session is None else self._session()
-        found: dict[str, TensorPart] = {}
+        pieces: dict[str, TensorPart] = {}
         for prefix, model in self._models():
             assert session is not None
             buffers = {name for name, _ in session.strategy.unwrap(model).named_buffers()}
             weights = session.strategy.state_dict(model)
             if session.strategy.writes_weights():
-                found |= {prefix + name: piece_of(one) for name, one in weights.items() if name not in buffers}
-        return found
+                pieces |= {prefix + name: piece_of(one) for name, one in weights.items() if name not in buffers}
+        return pieces
 
     def _planned(self, name: str) -> Any:
         """A fact about the run of several processes."""

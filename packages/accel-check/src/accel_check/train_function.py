@@ -62,10 +62,10 @@ def _function(file: str, name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    found: Any = module
+    function: Any = module
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        function = getattr(function, part)
+    return function
 
 
 def main(batches: str, file: str, name: str) -> None:

@@ -21,7 +21,7 @@ from accel_torch import Accelerator
 
 __all__ = ("main", "training_case")
 
-_HOW: Final = "Return (model, loss_function, batch), where loss_function(model, batch) returns a scalar."
+_CASE_REMEDY: Final = "Return (model, loss_function, batch), where loss_function(model, batch) returns a scalar."
 _Case = tuple[nn.Module, Callable[[nn.Module, Any], Tensor], Any]
 
 
@@ -44,7 +44,9 @@ def training_case(source: str, options: Mapping[str, Any], samples: int, tokens:
         return _from_config(source, samples, tokens)
     case: Any = load_callable(failure, source)(**options)
     if not (isinstance(case, tuple) and len(case) == 3 and isinstance(case[0], nn.Module) and callable(case[1])):
-        raise SettingError(failure, f"The function returned a {type(case).__name__} of an unexpected form.", _HOW)
+        raise SettingError(
+            failure, f"The function returned a {type(case).__name__} of an unexpected form.", _CASE_REMEDY
+        )
     return case
 
 
@@ -83,8 +85,8 @@ def main(source: str, options: str, optimizer: str, samples: str, tokens: str) -
     Raises:
         SettingError: torch has no such optimizer.
     """
-    kind = getattr(torch.optim, optimizer, None)
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+    candidate = getattr(torch.optim, optimizer, None)
+    if not (isinstance(candidate, type) and issubclass(candidate, torch.optim.Optimizer)):
         raise SettingError(
             f"Cannot train with the optimizer {optimizer!r}.",
             "torch.optim has no optimizer of that name.",
@@ -92,8 +94,8 @@ def main(source: str, options: str, optimizer: str, samples: str, tokens: str) -
         )
     accelerator = Accelerator()
     model, loss_function, batch = training_case(source, json.loads(options), int(samples), int(tokens))
-    made: Any = kind
-    model, stepped = accelerator.prepare(model, made(one for one in model.parameters() if one.requires_grad))
+    optimizer_class: Any = candidate
+    model, stepped = accelerator.prepare(model, optimizer_class(one for one in model.parameters() if one.requires_grad))
     for _ in range(2):
         accelerator.backward(loss_function(model, batch))
         stepped.step()

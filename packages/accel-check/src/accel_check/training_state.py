@@ -21,37 +21,37 @@ if TYPE_CHECKING:
 
 __all__ = ("optimizer_pieces", "training_state", "variables_of")
 
-_NOT_OF_SCHEDULES: Final = ("_step_count", "_get_lr_called_within_step", "_is_initial")
+_IGNORED_SCHEDULE_FIELDS: Final = ("_step_count", "_get_lr_called_within_step", "_is_initial")
 """What differs in right resumes by `last_epoch=`."""
-_MOST_ITEMS: Final = 1000
-_DEPTH: Final = 4
+_MAX_ITEMS: Final = 1000
+_MAX_DEPTH: Final = 4
 
 
 def training_state(recorder: StepRecorder) -> dict[str, dict[str, str]]:
     """Digests of models, optimizers, schedulers, scalers and generators, by group and path."""
     names = {id(parameter): name for name, parameter in recorder.models.parameters()}
-    found = {
+    digests = {
         "weights": digests_of(dict(recorder.models.parameters())),
         "buffers": digests_of(dict(recorder.models.buffers())),
     }
-    found["gradients so far"] = {
+    digests["gradients so far"] = {
         name: digest(one.grad)
         for name, one in recorder.models.parameters()
         if one.grad is not None and bool(_local(one.grad).any())
     }
     for number, optimizer in _living(recorder.optimizers):
-        found[f"optimizer {number}"] = _of_optimizer(optimizer, names)
+        digests[f"optimizer {number}"] = _of_optimizer(optimizer, names)
     for number, scheduler in _living(recorder.schedulers):
-        state = {name: value for name, value in scheduler.state_dict().items() if name not in _NOT_OF_SCHEDULES}
-        found[f"scheduler {number}"] = _readable(state)
+        state = {name: value for name, value in scheduler.state_dict().items() if name not in _IGNORED_SCHEDULE_FIELDS}
+        digests[f"scheduler {number}"] = _readable(state)
     for number, scaler in _living(recorder.scalers):
         if scaler.is_enabled():
-            found[f"scaler {number}"] = _readable(scaler.state_dict())
+            digests[f"scaler {number}"] = _readable(scaler.state_dict())
     for name, drawn in generators().items():
-        found[f"generator {name}"] = {"state": drawn}
+        digests[f"generator {name}"] = {"state": drawn}
     for more in recorder.more_state:
-        found |= more()
-    return {group: paths for group, paths in found.items() if paths}
+        digests |= more()
+    return {group: paths for group, paths in digests.items() if paths}
 
 
 def _local(tensor: Any) -> Any:
@@ -63,26 +63,26 @@ def _living(references: list[Any]) -> Iterable[tuple[int, Any]]:
 
 
 def _of_optimizer(optimizer: Any, names: Mapping[int, str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for parameter, state in optimizer.state.items():
         name = names.get(id(parameter), "a parameter")
-        found |= {f"{name}.{path}": value for path, value in digests_of(state).items()}
+        digests |= {f"{name}.{path}": value for path, value in digests_of(state).items()}
     for number, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key != "params"}
-        found |= {f"group {number}.{path}": value for path, value in _readable(options).items()}
-    return found
+        digests |= {f"group {number}.{path}": value for path, value in _readable(options).items()}
+    return digests
 
 
 def optimizer_pieces(recorder: StepRecorder) -> dict[str, TensorPart]:
     """The parts of the optimizers' tensors that this process has, by name."""
     names = {id(parameter): name for name, parameter in recorder.models.parameters()}
-    found: dict[str, TensorPart] = {}
+    pieces: dict[str, TensorPart] = {}
     for number, optimizer in _living(recorder.optimizers):
         for parameter, state in optimizer.state.items():
             for key, value in state.items() if isinstance(state, Mapping) else ():
                 if isinstance(value, torch.Tensor):
-                    found[f"optimizer {number}: {names.get(id(parameter), 'a parameter')}.{key}"] = piece_of(value)
-    return found
+                    pieces[f"optimizer {number}: {names.get(id(parameter), 'a parameter')}.{key}"] = piece_of(value)
+    return pieces
 
 
 def _readable(state: Any) -> dict[str, str]:
@@ -96,35 +96,35 @@ def _readable(state: Any) -> dict[str, str]:
 # ---------------------------------------------------------------- variables of the script
 
 
-def variables_of(frame: FrameType | None, script: str, known: Iterable[Any]) -> dict[str, tuple[str, bool]]:
+def variables_of(frame: FrameType | None, script: str, compared: Iterable[Any]) -> dict[str, tuple[str, bool]]:
     """Digests of a script's local and global variables, by name.
 
     Args:
         frame: the innermost running frame.
         script: the script's file.
-        known: objects to omit, because their state is compared already.
+        compared: objects to omit, because their state is compared already.
 
     Returns:
         For each name, the digest, and whether the variable is an object with a state for training, such as a module, a
         generator, or an object with `state_dict` and `load_state_dict`.
     """
-    passed = {id(item) for item in known}
-    found: dict[str, tuple[str, bool]] = {}
+    passed = {id(item) for item in compared}
+    variables: dict[str, tuple[str, bool]] = {}
     while frame is not None:
         if frame.f_code.co_filename == script:
             where = frame.f_code.co_name
             for name, value in list(frame.f_locals.items()):
                 if name.startswith("_") or id(value) in passed:
                     continue
-                state = _state_of(value, passed, _DEPTH)
+                state = _state_of(value, passed, _MAX_DEPTH)
                 if state is not None:
                     label = name if where == "<module>" else f"{name} in {where}()"
-                    found.setdefault(label, (digest(state), _keeps_state(value)))
+                    variables.setdefault(label, (digest(state), _keeps_state(value)))
         frame = frame.f_back
-    return found
+    return variables
 
 
-_GENERATORS: Final[dict[type, Callable[[Any], Any]]] = {
+_STATES_OF_GENERATORS: Final[dict[type, Callable[[Any], Any]]] = {
     torch.Generator: torch.Generator.get_state,
     random.Random: random.Random.getstate,
     np.random.Generator: lambda generator: generator.bit_generator.state,
@@ -134,7 +134,7 @@ _GENERATORS: Final[dict[type, Callable[[Any], Any]]] = {
 
 
 def _keeps_state(value: Any) -> bool:
-    return isinstance(value, (nn.Module, *_GENERATORS)) or (
+    return isinstance(value, (nn.Module, *_STATES_OF_GENERATORS)) or (
         hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
     )
 
@@ -147,14 +147,14 @@ def _state_of(value: Any, passed: set[int], depth: int) -> Any:
         return value
     if isinstance(value, nn.Module):
         return {**dict(value.named_parameters()), **dict(value.named_buffers())}
-    for kind, read in _GENERATORS.items():
+    for kind, read in _STATES_OF_GENERATORS.items():
         if isinstance(value, kind):
             return read(value)
     if type(value).__module__ == "__main__" and hasattr(value, "__dict__"):
         value = vars(value)
     if not isinstance(value, (list, tuple, deque, dict)):
         return None
-    if len(value) > _MOST_ITEMS:
+    if len(value) > _MAX_ITEMS:
         return len(value)
     items = value.items() if isinstance(value, dict) else enumerate(value)
     return {str(key): _state_of(item, passed, depth - 1) for key, item in items}

@@ -25,8 +25,8 @@ from accel_state.untrusted import integer, list_of, printable, record
 
 __all__ = ("Folder", "Store", "as_lines", "checkpoint_place", "copy", "described_lines")
 
-_POSITIONS = list_of(record({"epoch": integer(), "batch": integer()}))
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_POSITIONS_SHAPE = list_of(record({"epoch": integer(), "batch": integer()}))
+_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class Folder(NamedTuple):
@@ -68,7 +68,7 @@ class Folder(NamedTuple):
             return [path.name for path in (*left, *surplus(place, keep))]
         recover(place)
         for entry in left:
-            remove(entry, asked=entry.name in named)
+            remove(entry, by_user=entry.name in named)
         return [path.name for path in left if not path.exists()] + [path.name for path in remove_oldest(place, keep)]
 
     def describe(self) -> dict[str, Any]:
@@ -145,16 +145,16 @@ class Store(NamedTuple):
 
     def describe(self) -> dict[str, Any]:
         """Everything in a checkpoint's manifest, and how the store differs from it."""
-        remote, found = remote_checkpoint(self.url)
-        return _described(self.url, found.manifest, remote.verify(found))
+        remote, checkpoint = remote_checkpoint(self.url)
+        return _described(self.url, checkpoint.manifest, remote.verify(checkpoint))
 
 
-def checkpoint_place(path: str, failed: str) -> Folder | Store:
+def checkpoint_place(path: str, failure: str) -> Folder | Store:
     """The folder or the store of a path or URL.
 
     Args:
         path: the path or URL.
-        failed: the first sentence of an error message.
+        failure: the first sentence of an error message.
 
     Raises:
         SettingError: there is no such folder.
@@ -164,7 +164,7 @@ def checkpoint_place(path: str, failed: str) -> Folder | Store:
     folder = located(Path(path))
     if folder is None or not folder.is_dir():
         remedy = "Give the path of a checkpoint, of a folder of checkpoints, or of the project folder."
-        raise SettingError(failed, "There is no such folder.", remedy)
+        raise SettingError(failure, "There is no such folder.", remedy)
     return Folder(folder)
 
 
@@ -224,7 +224,7 @@ def _state(verdict: Verdict, hashes: bool) -> str:
 
 def _position(facts: Mapping[str, Any]) -> str:
     positions = facts.get("positions") or []
-    if not positions or _POSITIONS(positions):
+    if not positions or _POSITIONS_SHAPE(positions):
         return ""
     return f"epoch {positions[0]['epoch']}, batch {positions[0]['batch']}"
 
@@ -262,14 +262,14 @@ def remote_checkpoint(url: str) -> tuple[RemoteCheckpoints, RemoteCheckpoint]:
     """
     store, name = split_url(url)
     remote = RemoteCheckpoints.at(store)
-    found, _, damaged = remote.scan(name)
-    if not found:
+    complete, _, damaged = remote.scan(name)
+    if not complete:
         raise CheckpointError(
             f"Cannot read the checkpoint {url}.",
             damaged.get(name, f"{store} has no complete checkpoint of that name."),
             f"List those that exist: accel checkpoint list {store}",
         )
-    return remote, found[0]
+    return remote, complete[0]
 
 
 def copy(source: str, target: str) -> str:
@@ -294,9 +294,9 @@ def copy(source: str, target: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         local = Path(source)
         if is_url(source):
-            remote, found = remote_checkpoint(source)
-            local = Path(target) if destination is None else Path(folder) / found.name
-            remote.download(found, local)
+            remote, checkpoint = remote_checkpoint(source)
+            local = Path(target) if destination is None else Path(folder) / checkpoint.name
+            remote.download(checkpoint, local)
         if destination is not None:
             destination.upload(_complete(local), name, secrets.token_hex(16))
         elif not is_url(source):
@@ -319,8 +319,8 @@ def shown_size(size: float) -> str:
         >>> shown_size(1_234_000)
         '1.2 MiB'
     """
-    for unit in _UNITS:
-        if size < 1024 or unit == _UNITS[-1]:
+    for unit in _BYTE_UNITS:
+        if size < 1024 or unit == _BYTE_UNITS[-1]:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     raise AssertionError("the last unit has no limit")
@@ -347,12 +347,15 @@ def _described(place: str, manifest: CheckpointManifest, verdict: Verdict) -> di
     }
 
 
-def described_lines(found: Mapping[str, Any]) -> list[str]:
+def described_lines(description: Mapping[str, Any]) -> list[str]:
     """The result of `describe` as text."""
-    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["written"]))
-    lines = [f"{found['path']}: {found['state']}", f"written {written}, {shown_age(found['written'])} ago"]
-    lines += [f"{name}: {value}" for name, value in sorted(found["facts"].items()) if value not in (None, [])]
-    lines.append("by " + ", ".join(f"{name} {version}" for name, version in sorted(found["versions"].items())))
-    rows = [(name, shown_size(file["size"]), file["xxh3_128"]) for name, file in sorted(found["files"].items())]
-    extra = [printable(f"not in the manifest: {name}") for name in found["extra"]]
+    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(description["written"]))
+    lines = [
+        f"{description['path']}: {description['state']}",
+        f"written {written}, {shown_age(description['written'])} ago",
+    ]
+    lines += [f"{name}: {value}" for name, value in sorted(description["facts"].items()) if value not in (None, [])]
+    lines.append("by " + ", ".join(f"{name} {version}" for name, version in sorted(description["versions"].items())))
+    rows = [(name, shown_size(file["size"]), file["xxh3_128"]) for name, file in sorted(description["files"].items())]
+    extra = [printable(f"not in the manifest: {name}") for name in description["extra"]]
     return [*map(printable, lines), "", *columns(["file", "size", "xxh3_128"], rows), *extra]

@@ -27,8 +27,8 @@ __all__ = (
     "spelled",
 )
 
-_PACKAGE: Final = "accel-cli"
-_CONVERT: Final = "accel_cli.commands.convert:Convert"
+_OWN_PACKAGE: Final = "accel-cli"
+_CONVERT_TARGET: Final = "accel_cli.commands.convert:Convert"
 """The command for a converter; this module must not import the module of a command."""
 
 BUILT_IN: Final = (
@@ -48,11 +48,11 @@ BUILT_IN: Final = (
 """Name, target and one line of help of each command of this package."""
 
 
-_SEPARATE: Final = dict.fromkeys(("check-parity", "check-plan", "check-resume"), "accel-check")
+_PACKAGES_OF_SEPARATE_COMMANDS: Final = dict.fromkeys(("check-parity", "check-plan", "check-resume"), "accel-check")
 """Commands of this project in packages of their own, which a user may call without having the package."""
 
 
-_MEANT: Final = ("execute", "run", "start", "train")
+_LAUNCH_SYNONYMS: Final = ("execute", "run", "start", "train")
 """Words for what `accel launch` does."""
 
 
@@ -91,7 +91,7 @@ COMMANDS: Final[PluginGroup[Command]] = PluginGroup(
     "command",
     interface=Interface(members=("help", "add_arguments", "run")),
     own="first",
-    built_in=tuple(Plugin("accel.commands", name, target, _PACKAGE) for name, target, _ in BUILT_IN),
+    built_in=tuple(Plugin("accel.commands", name, target, _OWN_PACKAGE) for name, target, _ in BUILT_IN),
 )
 """All commands but conversions; no package replaces those of this project."""
 
@@ -103,15 +103,15 @@ CONVERSIONS: Final[PluginGroup[Any]] = PluginGroup(
 
 def installed_commands() -> dict[str, Plugin]:
     """Every command and conversion by name, the built-in ones first; none is loaded."""
-    found: dict[str, Plugin] = {}
+    commands: dict[str, Plugin] = {}
     for plugin in (*COMMANDS.plugins(), *CONVERSIONS.plugins()):
-        found.setdefault(plugin.name, plugin)
-    return found
+        commands.setdefault(plugin.name, plugin)
+    return commands
 
 
 def described(command: Plugin) -> str:
     """The line for a command in the list of commands: its help and, if it is another package's, the package's name."""
-    if command.origin == _PACKAGE:
+    if command.origin == _OWN_PACKAGE:
         return next(line for name, _, line in BUILT_IN if name == command.name)
     group: PluginGroup[Any] = COMMANDS if command.group == COMMANDS.group else CONVERSIONS
     loaded = group.load(command)
@@ -127,16 +127,16 @@ def find_command(name: str) -> Command:
         Missing: it belongs to a package that is not installed.
         PluginError: several packages provide it, or it cannot be loaded.
     """
-    failed, commands, conversions = f"Cannot run `accel {name}`.", COMMANDS.names(), CONVERSIONS.names()
-    if name not in commands and closest(name, (*commands, *conversions, *_MEANT)) in _MEANT:
-        raise SettingError(failed, "There is no such command.", "Did you mean `accel launch`? It starts a script.")
-    if name in _SEPARATE and name not in commands:
+    failure, commands, conversions = f"Cannot run `accel {name}`.", COMMANDS.names(), CONVERSIONS.names()
+    if name not in commands and closest(name, (*commands, *conversions, *_LAUNCH_SYNONYMS)) in _LAUNCH_SYNONYMS:
+        raise SettingError(failure, "There is no such command.", "Did you mean `accel launch`? It starts a script.")
+    if name in _PACKAGES_OF_SEPARATE_COMMANDS and name not in commands:
         raise Missing(
-            failed,
-            f"It belongs to {_SEPARATE[name]}, which is not installed.",
-            f"Run `pip install {_SEPARATE[name]}`.",
+            failure,
+            f"It belongs to {_PACKAGES_OF_SEPARATE_COMMANDS[name]}, which is not installed.",
+            f"Run `pip install {_PACKAGES_OF_SEPARATE_COMMANDS[name]}`.",
         )
     if name in commands or name not in conversions:
-        return COMMANDS.find(name, failed, conversions).get(failed)
-    convert: Callable[[str, Any], Command] = Plugin(COMMANDS.group, name, _CONVERT, _PACKAGE).load()
-    return convert(name, CONVERSIONS.find(name, failed).get(failed))
+        return COMMANDS.find(name, failure, conversions).get(failure)
+    convert: Callable[[str, Any], Command] = Plugin(COMMANDS.group, name, _CONVERT_TARGET, _OWN_PACKAGE).load()
+    return convert(name, CONVERSIONS.find(name, failure).get(failure))

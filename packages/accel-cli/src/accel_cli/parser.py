@@ -11,7 +11,7 @@ from accel_state.errors import SettingError
 
 __all__ = ("Parser",)
 
-_OF_TORCHRUN: Final = ("__nproc_per_node",)
+_TORCHRUN_FLAGS: Final = ("__nproc_per_node",)
 """Options of torchrun that count the processes of one machine, with underscores."""
 
 _MIN_COLUMNS: Final = 50
@@ -58,16 +58,16 @@ class Parser(ArgumentParser):
         from accel_plugins.separate import install_remedy, package_of
         from accel_state.settings.schema import closest
 
-        known = self._option_string_actions
-        command = f"`{self.prog} {'--help-all' if '--help-all' in known else '--help'}`"
+        options = self._option_string_actions
+        command = f"`{self.prog} {'--help-all' if '--help-all' in options else '--help'}`"
         for word in message.split():
             flag = word.partition("=")[0]
-            if flag.replace("-", "_") in _OF_TORCHRUN and "--num_processes" in known:
+            if flag.replace("-", "_") in _TORCHRUN_FLAGS and "--num_processes" in options:
                 return f"Use --num_processes, the number of processes over all machines. {command} lists all options."
-            package = package_of(flag) if flag.startswith("--") and flag not in known else None
+            package = package_of(flag) if flag.startswith("--") and flag not in options else None
             if package is not None:
                 return install_remedy(package)
-            near = closest(flag, known) if flag.startswith("--") and "/" not in flag else None
+            near = closest(flag, options) if flag.startswith("--") and "/" not in flag else None
             if near is not None and near != flag:
                 return f"Did you mean {near}? {command} lists all options."
         return f"{command} lists all options."

@@ -9,9 +9,9 @@ from typing import Final
 
 __all__ = ("coloured", "columns", "in_colour")
 
-_GAP: Final = "  "
+_COLUMN_GAP: Final = "  "
 
-_COLOURS: Final = {
+_COLOURS_OF_WORDS: Final = {
     **dict.fromkeys(("good", "complete", "default", "available", "ok", "running", "finished", "yes"), "32"),
     **dict.fromkeys(("warning", "incomplete", "unknown", "?", "no"), "33"),
     **dict.fromkeys(("damaged", "cannot", "unusable", "error", "broken", "failed"), "31"),
@@ -22,7 +22,7 @@ _COLOURS: Final = {
 def coloured(text: str) -> str:
     """A status in its colour if the terminal supports colours; otherwise the plain text."""
     words = text.replace(":", " ").split()
-    return _in_code(text, _COLOURS.get(words[0], "") if words else "")
+    return _in_code(text, _COLOURS_OF_WORDS.get(words[0], "") if words else "")
 
 
 def in_colour(text: str, colour: str) -> str:
@@ -57,5 +57,5 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[object]], status: str =
         if number and status:
             place = list(head).index(status)
             cells[place] = coloured(cells[place])
-        lines.append(_GAP.join(cells).rstrip())
+        lines.append(_COLUMN_GAP.join(cells).rstrip())
     return lines

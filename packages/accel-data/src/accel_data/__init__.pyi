@@ -1,9 +1,8 @@
-from accel_data.adapter import DataLoaderAdapter as DataLoaderAdapter
 from accel_data.auditing import Audit as Audit
 from accel_data.auditing import audit as audit
 from accel_data.config import DataLoaderConfiguration as DataLoaderConfiguration
 from accel_data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
-from accel_data.kinds import get_sampler as get_sampler
+from accel_data.loader import DataLoaderAdapter as DataLoaderAdapter
 from accel_data.loader import DataLoaderShard as DataLoaderShard
 from accel_data.loader import DataLoaderStateMixin as DataLoaderStateMixin
 from accel_data.loader import PreparedLoader as PreparedLoader
@@ -16,6 +15,7 @@ from accel_data.packing import PackedDataset as PackedDataset
 from accel_data.packing import count_labels as count_labels
 from accel_data.packing import packed_attention_mask as packed_attention_mask
 from accel_data.padding import drop_padding as drop_padding
+from accel_data.prepare import get_sampler as get_sampler
 from accel_data.prepare import prepare_data_loader as prepare_data_loader
 from accel_data.progress import Position as Position
 from accel_data.progress import Progress as Progress

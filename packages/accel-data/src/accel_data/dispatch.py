@@ -30,15 +30,15 @@ from accel_state.library import stack_level
 
 __all__ = ("DataLoaderDispatcher", "DispatchedSource", "GlobalStep", "global_steps")
 
-_MAIN: Final = 0
+_MAIN_RANK: Final = 0
 
-_BATCH: Final = "batch"
-_END: Final = "end"
-_FAILURE: Final = "failure"
+_BATCH_MESSAGE: Final = "batch"
+_END_MESSAGE: Final = "end"
+_FAILURE_MESSAGE: Final = "failure"
 """Kinds of messages from the main process; the first element of each message."""
 
-_PLAIN: Final = (bool, int, float, str, list, tuple, range)
-_DESCRIBED: Final = 200
+_PLAIN_TYPES: Final = (bool, int, float, str, list, tuple, range)
+_MAX_ATTRIBUTE_CHARACTERS: Final = 200
 """Characters of an attribute of a stream that the processes compare."""
 
 SliceFunction = Callable[..., Any]
@@ -146,7 +146,7 @@ class DispatchedSource(Source):
 
     @property
     def reads_here(self) -> bool:
-        return current.process_or_start().rank == _MAIN
+        return current.process_or_start().rank == _MAIN_RANK
 
     @property
     def drops_last(self) -> bool:
@@ -190,9 +190,9 @@ class DispatchedSource(Source):
         self._described = True
         everyone = gather_object([(settings, own, described)])
         for rank, (others, _, _) in enumerate(everyone):
-            _check_equal(rank, everyone[_MAIN][0], others)
+            _check_equal(rank, everyone[_MAIN_RANK][0], others)
         _warn_of_divided_stream([description for *_, description in everyone])
-        agreed: tuple[int, str | None] = everyone[_MAIN][1]
+        agreed: tuple[int, str | None] = everyone[_MAIN_RANK][1]
         return agreed
 
     def open(self, at: Position | None = None, replay: RNGState | None = None) -> Iterator[PaddedBatch]:
@@ -200,7 +200,7 @@ class DispatchedSource(Source):
         process = current.process_or_start()
         if process.world_size == 1:
             return (PaddedBatch(step.batches[0], step.padding, step.base) for step in self.global_steps(at, replay))
-        steps = self.global_steps(at, replay) if process.rank == _MAIN else None
+        steps = self.global_steps(at, replay) if process.rank == _MAIN_RANK else None
         return _scattered(steps, coordinates(self.mesh, process.world_size))
 
     def global_steps(self, at: Position | None = None, replay: RNGState | None = None) -> Iterator[GlobalStep]:
@@ -246,14 +246,14 @@ def _description(dataset: Any) -> dict[str, str] | None:
     """The type and the plain attributes of a stream, as text; None for a map-style data set."""
     if not isinstance(dataset, IterableDataset):
         return None
-    plain = {name: value for name, value in vars(dataset).items() if type(value) in _PLAIN}
-    return {"": str(type(dataset))} | {name: repr(value)[:_DESCRIBED] for name, value in plain.items()}
+    plain = {name: value for name, value in vars(dataset).items() if type(value) in _PLAIN_TYPES}
+    return {"": str(type(dataset))} | {name: repr(value)[:_MAX_ATTRIBUTE_CHARACTERS] for name, value in plain.items()}
 
 
 def _warn_of_divided_stream(descriptions: Sequence[dict[str, str] | None]) -> None:
     """Warn on the main process if its stream seems to be one of several, by an attribute that differs."""
-    main = descriptions[_MAIN]
-    if main is None or current.process_or_start().rank != _MAIN:
+    main = descriptions[_MAIN_RANK]
+    if main is None or current.process_or_start().rank != _MAIN_RANK:
         return
     for rank, other in enumerate(descriptions):
         # Other processes may have a stand-in.
@@ -448,7 +448,9 @@ def _scattered(steps: Iterator[GlobalStep] | None, shard_of_rank: Sequence[int])
     """
     while True:
         step, failure = _next_step(steps)
-        message = scatter_object(_messages(steps, step, failure, shard_of_rank), _MAIN, operation="DataLoader.__next__")
+        message = scatter_object(
+            _messages(steps, step, failure, shard_of_rank), _MAIN_RANK, operation="DataLoader.__next__"
+        )
         state = None if step is None else step.base
         del step
         if failure is not None:
@@ -457,9 +459,9 @@ def _scattered(steps: Iterator[GlobalStep] | None, shard_of_rank: Sequence[int])
             finally:
                 # The error would keep this frame alive, and the frame the error.
                 del failure
-        if message[0] == _END:
+        if message[0] == _END_MESSAGE:
             return
-        if message[0] == _FAILURE:
+        if message[0] == _FAILURE_MESSAGE:
             raise DataError(
                 "Cannot get the next batch.",
                 f"The main process, which reads for all processes, could not read it: {message[1]}",
@@ -482,7 +484,7 @@ def _messages(
     if steps is None:
         return None
     if failure is not None:
-        return [(_FAILURE, f"{type(failure).__name__}: {failure}")] * len(shard_of_rank)
+        return [(_FAILURE_MESSAGE, f"{type(failure).__name__}: {failure}")] * len(shard_of_rank)
     if step is None:
-        return [(_END,)] * len(shard_of_rank)
-    return [(_BATCH, step.batches[shard], step.padding) for shard in shard_of_rank]
+        return [(_END_MESSAGE,)] * len(shard_of_rank)
+    return [(_BATCH_MESSAGE, step.batches[shard], step.padding) for shard in shard_of_rank]

@@ -52,7 +52,7 @@ class ExactShard(BatchSamplerShard):
 
     @property
     def pads(self) -> bool:
-        """Never."""
+        """False: an exact epoch repeats no sample."""
         return False
 
     @property

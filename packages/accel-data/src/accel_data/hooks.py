@@ -64,7 +64,13 @@ class BatchPauses:
 def accompanied(
     batches: Iterator[Any], between: Callable[[bool], None], pauses: BatchPauses | None
 ) -> Generator[Any, None, None]:
-    """The same batches, with a call before each is read: with True before the first."""
+    """Yield batches, and call `between` before each is read, with True before the first.
+
+    Args:
+        batches: the batches of an epoch.
+        between: called between batches, with whether the epoch begins.
+        pauses: whether anything waits for these calls; without it, `between` is always called.
+    """
     end, first = object(), True
     while True:
         if pauses is None or pauses.used:
@@ -80,13 +86,13 @@ def accompanied(
 def with_hook(batches: Generator[Any, None, None], hook: LoaderHook) -> Generator[Any, None, None]:
     """The batches of an epoch, with calls of a hook."""
     hook.epoch_begins()
-    requested, given = hook.batch_requested, hook.batch_given
+    requested, passed = hook.batch_requested, hook.batch_given
     # The traceback of an error that the hook raises must not keep the epoch open.
     with closing(batches):
         try:
             requested()
             for batch in batches:
-                given(batch)
+                passed(batch)
                 yield batch
                 # Its memory must be free before the next batch is copied to the device.
                 del batch

@@ -35,13 +35,13 @@ from typing import Any, Final
 
 __all__ = ("Interleaving", "Permutation")
 
-_FINE: Final = 64
+_DEVIATION_BITS: Final = 64
 """Fractional bits of a deviation."""
-_COARSE: Final = 32
+_PHASE_BITS: Final = 32
 """Fractional bits of a phase."""
 
-_ROUNDS: Final = 4
-_MORE_ROUNDS: Final = 6
+_MIX_ROUNDS: Final = 4
+_MIX_ROUNDS_OF_SMALL_NUMBERS: Final = 6
 """For numbers of less than ten bits, which a round mixes less."""
 
 _Node = Any
@@ -78,25 +78,25 @@ class _Segment:
             # Such a node gives only the samples by which its sources are behind.
             share, whole = 1, 2
         behind = sum(self._deviations[first:last]) * share // whole - sum(self._deviations[first:middle])
-        phase = (1 << (_COARSE - 1)) + (behind >> (_FINE - _COARSE))
-        terms = share << _COARSE, whole << _COARSE, phase * whole
+        phase = (1 << (_PHASE_BITS - 1)) + (behind >> (_DEVIATION_BITS - _PHASE_BITS))
+        terms = share << _PHASE_BITS, whole << _PHASE_BITS, phase * whole
         common = gcd(*terms)
         return *(term // common for term in terms), self._node(first, middle), self._node(middle, last)
 
     def locate(self, n: int) -> tuple[int, int]:
         """The source of sample n, and how many samples that source gave before."""
-        given, node = n - self.start, self.root
+        preceding, node = n - self.start, self.root
         while type(node) is tuple:
             share, whole, phase, left, right = node
-            exact = given * share + phase
+            exact = preceding * share + phase
             before, after = exact // whole, (exact + share) // whole
             # A child that is ahead or behind is corrected before the even sequence begins.
-            before = 0 if before < 0 else given if before > given else before
+            before = 0 if before < 0 else preceding if before > preceding else before
             if after > before:
-                given, node = before, left
+                preceding, node = before, left
             else:
-                given, node = given - before, right
-        return node, self.counts[node] + given
+                preceding, node = preceding - before, right
+        return node, self.counts[node] + preceding
 
     def counted(self, n: int) -> list[int]:
         """Samples that each source gave before sample n."""
@@ -116,7 +116,7 @@ class _Segment:
         """How far each source is ahead of its share before sample n."""
         length = n - self.start
         return [
-            before + ((now - then) << _FINE) - (length * weight << _FINE) // self.total
+            before + ((now - then) << _DEVIATION_BITS) - (length * weight << _DEVIATION_BITS) // self.total
             for before, now, then, weight in zip(
                 self._deviations, self.counted(n), self.counts, self.weights, strict=True
             )
@@ -254,7 +254,7 @@ class Permutation:
         bits = max((size - 1).bit_length(), 1)
         self._size, self._mask, self._shift = size, (1 << bits) - 1, (bits + 1) // 2
         constants = []
-        for number in range(_MORE_ROUNDS if bits < 10 else _ROUNDS):
+        for number in range(_MIX_ROUNDS_OF_SMALL_NUMBERS if bits < 10 else _MIX_ROUNDS):
             drawn = int.from_bytes(blake2b(f"{key}/{number}".encode(), digest_size=32).digest(), "little")
             constants.append((drawn & self._mask | 1, drawn >> 128 & self._mask))
         self._constants = tuple(constants)

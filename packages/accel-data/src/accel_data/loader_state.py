@@ -17,7 +17,7 @@ from accel_state.errors import CheckpointError
 
 __all__ = ("load_loader_state", "loader_state")
 
-_VERSION: Final = 1
+_STATE_VERSION: Final = 1
 
 _REPEATABLE_ORDER_REMEDY: Final = (
     "Shuffle by seed (use_seedable_sampler=True) or give the sampler a generator; or disable restoring and call "
@@ -60,7 +60,7 @@ def loader_state(source: Source, progress: Progress, restores: bool, name: str) 
     following = local.upcoming_rng() if ended else progress.next_rng_state
     return {
         **(theirs or {}),
-        "version": _VERSION,
+        "version": _STATE_VERSION,
         **position.state_dict(),
         "sampler": local.identity(),
         "processes": source.processes,

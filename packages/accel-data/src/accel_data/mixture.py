@@ -34,8 +34,8 @@ StopWhen = Literal["first_exhausted", "all_exhausted", "repeat"]
 Weights = Mapping[str, Any]
 Schedule = Sequence[tuple[int, Weights]]
 
-_DEADLINE: Final = 600.0
-_CHUNK: Final = 256
+_AGREEMENT_TIMEOUT_S: Final = 600.0
+_CHUNK_SAMPLES: Final = 256
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class SourceCount:
     Args:
         samples: the number of samples.
         epochs: passes over the source, including the fraction of the current pass.
-        asked: its share of all samples so far, by the weights.
-        given: its actual share.
+        target_share: its share of all samples so far, by the weights.
+        share: its actual share.
     """
 
     samples: int
     epochs: float
-    asked: float
-    given: float
+    target_share: float
+    share: float
 
 
 class _Weighted:
@@ -98,21 +98,23 @@ class _Weighted:
 
     def _integers(self, weights: Weights) -> list[int]:
         """Weights in the order of the sources, as integers without a common divisor; a source without one has 0."""
-        failed = f"Cannot mix the sources {', '.join(self._names)} with the weights {weights!r}."
+        failure = f"Cannot mix the sources {', '.join(self._names)} with the weights {weights!r}."
         if not isinstance(weights, Mapping):
-            raise UnknownKind(failed, "The weights are not a dict.", 'Give them by source: {"code": 0.7, "text": 0.3}.')
+            raise UnknownKind(
+                failure, "The weights are not a dict.", 'Give them by source: {"code": 0.7, "text": 0.3}.'
+            )
         unknown = next((name for name in weights if name not in self._names), None)
         if unknown is not None:
             near = closest(str(unknown), self._names)
             raise SettingError(
-                failed,
+                failure,
                 f"There is no source {unknown!r}.",
                 f"Did you mean {near!r}?" if near else f"Give weights only to {', '.join(self._names)}.",
             )
-        exact = [_exact(weights.get(name, 0), name, failed) for name in self._names]
+        exact = [_exact(weights.get(name, 0), name, failure) for name in self._names]
         if not any(exact):
             raise SettingError(
-                failed,
+                failure,
                 f"All weights are 0, so neither {' nor '.join(self._names)} would be read.",
                 "Give at least one source a weight above 0.",
             )
@@ -137,17 +139,17 @@ class _Weighted:
         ]
 
 
-def _exact(weight: Any, name: str, failed: str) -> Fraction:
+def _exact(weight: Any, name: str, failure: str) -> Fraction:
     """A weight as a fraction; a float counts as the decimal number of its repr."""
     if isinstance(weight, bool) or not isinstance(weight, (Real, Decimal)):
         raise UnknownKind(
-            failed,
+            failure,
             f"The weight of {name!r} is of type {type(weight).__name__}.",
             "Give a number, or a fractions.Fraction for an exact ratio.",
         )
     if not math.isfinite(weight) or weight < 0:
         raise SettingError(
-            failed,
+            failure,
             f"The weight of {name!r} is {weight}.",
             "Give a finite number of at least 0; 0 excludes the source.",
         )
@@ -335,8 +337,8 @@ class MixtureDataset(_Weighted, Dataset[Any]):
         if process is None or process.world_size == 1:
             start, integers = read, self._integers(weights or {})
         else:
-            failed = "Cannot change the weights of a mixture."
-            barrier = StoreBarrier(process, "mixture", failed, _DEADLINE)
+            failure = "Cannot change the weights of a mixture."
+            barrier = StoreBarrier(process, "mixture", failure, _AGREEMENT_TIMEOUT_S)
             with barrier.reporting():
                 own = self._integers(weights or {}) if process.rank == 0 else None
             start, integers = json.loads(barrier.wait("weights", json.dumps([read, own]), _announced, last=True))
@@ -381,7 +383,7 @@ class MixtureDataset(_Weighted, Dataset[Any]):
         return {
             "sources": dict(zip(self._names, self._sizes, strict=True)),
             "schedule": self._schedule,
-            **{name: getattr(self, name) for name in _FIXED},
+            **{name: getattr(self, name) for name in _FIXED_SETTINGS},
         }
 
     def load_mixture_state(self, state: Mapping[str, Any] | None, epoch: int = 0, samples: int = 0) -> None:
@@ -395,10 +397,10 @@ class MixtureDataset(_Weighted, Dataset[Any]):
         Raises:
             CheckpointError: the state has other sources or another order.
         """
-        failed = "Cannot continue a mixture of data sets."
+        failure = "Cannot continue a mixture of data sets."
         if state is None:
             raise CheckpointError(
-                failed,
+                failure,
                 f"The data set of the saved loader was not a mixture; this one has {', '.join(self._names)}.",
                 "Use the data set with which the checkpoint was saved, or begin a new run.",
             )
@@ -408,14 +410,14 @@ class MixtureDataset(_Weighted, Dataset[Any]):
                 then = "had no such source" if name not in saved else f"had {saved[name]} samples in it"
                 now = "has none" if name not in own else f"has {own[name]}"
                 raise CheckpointError(
-                    failed,
+                    failure,
                     f"Source {name!r}: the saved mixture {then}, this one {now}.",
                     "Give the sources with which the run began; to exclude one, give it the weight 0.",
                 )
-        for name in _FIXED:
+        for name in _FIXED_SETTINGS:
             if state[name] != getattr(self, name):
                 raise CheckpointError(
-                    failed,
+                    failure,
                     f"It was saved with {name}={state[name]!r}; this one has {name}={getattr(self, name)!r}.",
                     f"Create it with {name}={state[name]!r}.",
                 )
@@ -437,17 +439,17 @@ class MixtureDataset(_Weighted, Dataset[Any]):
         Example:
             >>> mixture = MixtureDataset({"code": range(30), "text": range(5)}, {"code": 0.7, "text": 0.3})
             >>> mixture.counts(10)["text"]
-            SourceCount(samples=3, epochs=0.6, asked=0.3, given=0.3)
+            SourceCount(samples=3, epochs=0.6, target_share=0.3, share=0.3)
         """
         total = samples + (self._first if epoch is None else self._start(epoch))
         rows = zip(self._names, self._sizes, self._order.counts(total), self._order.shares(total), strict=True)
         return {
-            name: SourceCount(given, given / size, float(share / max(total, 1)), given / max(total, 1))
-            for name, size, given, share in rows
+            name: SourceCount(count, count / size, float(share / max(total, 1)), count / max(total, 1))
+            for name, size, count, share in rows
         }
 
 
-_FIXED: Final = ("stop", "num_samples", "seed", "shuffle")
+_FIXED_SETTINGS: Final = ("stop", "num_samples", "seed", "shuffle")
 """Settings of the order besides the sources and their weights."""
 
 
@@ -534,20 +536,20 @@ class MixtureStream(_Weighted, IterableDataset[Any]):
         passes = [0] * len(self._sources)
         opened: list[Iterator[Any] | None] = [None] * len(self._sources)
         left = set(range(len(self._sources)))
-        for start in count(0, _CHUNK):
-            end = start + _CHUNK if self.num_samples is None else min(start + _CHUNK, self.num_samples)
+        for start in count(0, _CHUNK_SAMPLES):
+            end = start + _CHUNK_SAMPLES if self.num_samples is None else min(start + _CHUNK_SAMPLES, self.num_samples)
             for source, _ in self._order.located(range(start, end)):
                 reader = opened[source]
-                sample = _ENDED if reader is None else next(reader, _ENDED)
-                if sample is _ENDED and reader is not None:
+                sample = _SOURCE_ENDED if reader is None else next(reader, _SOURCE_ENDED)
+                if sample is _SOURCE_ENDED and reader is not None:
                     left.discard(source)
                     if self.stop == "first_exhausted" or (self.stop == "all_exhausted" and not left):
                         return
-                if sample is _ENDED:
+                if sample is _SOURCE_ENDED:
                     reader = opened[source] = self._open(source, passes[source])
                     passes[source] += 1
-                    sample = next(reader, _ENDED)
-                if sample is _ENDED:
+                    sample = next(reader, _SOURCE_ENDED)
+                if sample is _SOURCE_ENDED:
                     raise DataError(
                         f"Cannot read the source {self._names[source]!r} of a mixture.",
                         "It has no samples.",
@@ -565,4 +567,4 @@ class MixtureStream(_Weighted, IterableDataset[Any]):
         return iter(stream)
 
 
-_ENDED: Final = object()
+_SOURCE_ENDED: Final = object()

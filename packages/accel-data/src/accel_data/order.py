@@ -36,11 +36,11 @@ __all__ = (
     "upcoming_rng",
 )
 
-_FIRST_CHUNK: Final = 16
-_CHUNK: Final = 1024
-_LISTS: Final = (list, tuple, range)
+_FIRST_CHUNK_SAMPLES: Final = 16
+_CHUNK_SAMPLES: Final = 1024
+_INDEXABLE_TYPES: Final = (list, tuple, range)
 """Torch accepts any iterable as a sampler."""
-_SMALL: Final = 100_000_000
+_MAX_SHUFFLED_SAMPLES: Final = 100_000_000
 """Far below the size at which torch changes its shuffling algorithm."""
 
 
@@ -99,12 +99,12 @@ class Permuted:
 
     def rows(self, first: int, width: int, stride: int, count: int) -> Iterator[list[int]]:
         """Slices of the tensor; the first few are converted in a small chunk, so that the first batch comes early."""
-        done, chunk = 0, _FIRST_CHUNK
+        done, chunk = 0, _FIRST_CHUNK_SAMPLES
         while done < count:
             size = min(chunk, count - done)
             block = self._indices[first + done * stride :].as_strided((size, width), (stride, 1))
             yield from block.tolist()
-            done, chunk = done + size, _CHUNK
+            done, chunk = done + size, _CHUNK_SAMPLES
 
     def at(self, positions: Sequence[int]) -> list[int]:
         """The elements of the tensor at the positions."""
@@ -167,11 +167,11 @@ class RNGState:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> RNGState:
-        """The inverse of `state_dict`."""
+        """Create it from the result of `state_dict`."""
         return cls(state["kind"], state["value"])
 
 
-_UNKNOWN: Final = RNGState("unknown")
+_UNKNOWN_STATE: Final = RNGState("unknown")
 
 
 class LastRNG:
@@ -191,7 +191,7 @@ def begin_epoch(sampler: Iterable[int], last: LastRNG, replay: RNGState | None =
         last: receives the random state of this epoch.
         replay: the random state to begin from; the sampler draws a new one when None.
     """
-    order, last.state = _STOCK.get(type(sampler), _enumerated)(sampler, replay)
+    order, last.state = _ORDERS_OF_SAMPLERS.get(type(sampler), _enumerated)(sampler, replay)
     return order
 
 
@@ -228,7 +228,9 @@ def can_replay(batch_sampler: Any, sampler: Any) -> bool:
         return True
     if batch_sampler is not None and _is_fixed(sampler):
         return False
-    return sampler is not None and (type(sampler) in _STOCK or _controls_itself(sampler) or _is_fixed(sampler))
+    return sampler is not None and (
+        type(sampler) in _ORDERS_OF_SAMPLERS or _controls_itself(sampler) or _is_fixed(sampler)
+    )
 
 
 def decided_by_epoch(sampler: Any) -> bool:
@@ -238,7 +240,7 @@ def decided_by_epoch(sampler: Any) -> bool:
 
 def _is_fixed(sampler: Any) -> bool:
     """Whether a sampler has the same order in every epoch."""
-    return type(sampler) is SequentialSampler or isinstance(sampler, _LISTS)
+    return type(sampler) is SequentialSampler or isinstance(sampler, _INDEXABLE_TYPES)
 
 
 def upcoming_rng(batch_sampler: Any, sampler: Any, restored: RNGState | None = None) -> RNGState | None:
@@ -250,8 +252,8 @@ def upcoming_rng(batch_sampler: Any, sampler: Any, restored: RNGState | None = N
         restored: set the samplers to this state first.
     """
     source = batch_sampler if batch_sampler is not None and _controls_itself(batch_sampler) else sampler
-    state = _UNKNOWN if source is None else _rng_of(source, restored)
-    return None if state is _UNKNOWN else state
+    state = _UNKNOWN_STATE if source is None else _rng_of(source, restored)
+    return None if state is _UNKNOWN_STATE else state
 
 
 def _controls_itself(sampler: Any) -> bool:
@@ -295,7 +297,7 @@ def _seed_and_epoch(sampler: SeedableRandomSampler, replay: RNGState | None) -> 
 
 def permutation(size: int, generator: torch.Generator) -> torch.Tensor:
     """The result of `torch.randperm`, in half the memory and less than half the time if the indices fit."""
-    return torch.randperm(size, generator=generator, dtype=torch.int32 if size < _SMALL else torch.int64)
+    return torch.randperm(size, generator=generator, dtype=torch.int32 if size < _MAX_SHUFFLED_SAMPLES else torch.int64)
 
 
 def _enumerated(sampler: Iterable[int], replay: RNGState | None) -> tuple[Iterator[int], RNGState]:
@@ -314,7 +316,7 @@ def _rng_of(sampler: Any, replay: RNGState | None) -> RNGState:
     generator = _generator(sampler)
     if isinstance(generator, torch.Generator):
         return restore_generator(generator, replay)
-    return RNGState("fixed") if isinstance(sampler, _LISTS) else _UNKNOWN
+    return RNGState("fixed") if isinstance(sampler, _INDEXABLE_TYPES) else _UNKNOWN_STATE
 
 
 def _seeded_generator(replay: RNGState | None) -> tuple[RNGState, torch.Generator]:
@@ -342,7 +344,7 @@ def has_own_state(holder: object) -> bool:
 
 def is_stock(sampler: object) -> bool:
     """Whether a sampler is of a class whose order is sliced, so that it has as many indices as its length."""
-    return type(sampler) in _STOCK
+    return type(sampler) in _ORDERS_OF_SAMPLERS
 
 
 def is_stock_batching(batch_sampler: object) -> bool:
@@ -355,7 +357,7 @@ def torchdata_sampler(name: str) -> type | None:
     return getattr(sys.modules.get("torchdata.stateful_dataloader.sampler"), name, None)
 
 
-_STOCK: Final[dict[type, Callable[[Any, RNGState | None], tuple[Order | Iterator[int], RNGState]]]] = {
+_ORDERS_OF_SAMPLERS: Final[dict[type, Callable[[Any, RNGState | None], tuple[Order | Iterator[int], RNGState]]]] = {
     SequentialSampler: _sequential,
     RandomSampler: _random,
     SeedableRandomSampler: _seeded,

@@ -19,17 +19,17 @@ from accel_data.progress import Position
 from accel_data.sharding import Padding, StepCounts, batching_of
 from accel_data.source import LocalSource, Source, first_batches
 from accel_data.stateful import is_finished
+from accel_ops.collectives import PendingCall, async_all_gather_bytes
 from accel_ops.objects import broadcast_object_list
-from accel_ops.pending import PendingCall, async_all_gather_bytes
 from accel_state.errors import DataError
 
 __all__ = ("OwnShardSource",)
 
-_OVER: Final = object()
-_FAILED: Final = -1
+_SHARD_ENDED: Final = object()
+_FAILED_SIZE: Final = -1
 """The size that a process sends after an error of reading."""
 
-_SIZES: Final = struct.Struct("<qq")
+_SIZES_STRUCT: Final = struct.Struct("<qq")
 """The number of samples in the next batch, and how many of them are real."""
 
 
@@ -123,17 +123,17 @@ def _in_step(reader: _Reader, drop_last: bool, earlier: Callable[[], Any] | None
         DataError: a process has no samples, or another process could not read.
     """
     reader.read()
-    last: Any = _OVER
+    last: Any = _SHARD_ENDED
     try:
         while True:
             batch, state, sizes, real = reader.answers()
             if not any(sizes) or (drop_last and not all(sizes)):
                 return
-            if last is _OVER and earlier is None:
+            if last is _SHARD_ENDED and earlier is None:
                 _check_all_have(sizes, reader.ranks)
-            if batch is not _OVER:
+            if batch is not _SHARD_ENDED:
                 last = batch
-            elif last is _OVER and earlier is not None:
+            elif last is _SHARD_ENDED and earlier is not None:
                 last = earlier()
             reader.read()
             yield PaddedBatch(*_filled(batch, last, max(sizes), real, reader.single), state)
@@ -154,16 +154,16 @@ def _with_stand_ins(reader: _Reader, drop_last: bool, index: int) -> Iterator[Pa
         DataError: another process could not read.
     """
     reader.read()
-    last: Any = _OVER
+    last: Any = _SHARD_ENDED
     try:
         while True:
             batch, state, sizes, real = reader.answers()
             if not any(real) or (drop_last and not all(real)):
                 return
-            if last is _OVER and not all(sizes):
+            if last is _SHARD_ENDED and not all(sizes):
                 sender = next(rank for rank, size in zip(reader.ranks, sizes, strict=True) if size)
                 last = broadcast_object_list([batch], sender)[0]
-            if batch is not _OVER:
+            if batch is not _SHARD_ENDED:
                 last = batch if real[index] in (0, sizes[index]) else cut(batch, 0, real[index])
             del batch
             reader.read()
@@ -208,20 +208,20 @@ class _Reader:
     def read(self) -> None:
         """Read the next batch and start to send its size."""
         try:
-            item = next(self.batches, _OVER)
-            if item is _OVER:
+            item = next(self.batches, _SHARD_ENDED)
+            if item is _SHARD_ENDED:
                 self._batch, self.state = item, self.end_state()
             else:
                 self._batch, self.state = (item.batch, item.base) if type(item) is PaddedBatch else (item, None)
             counts = item.padding if type(item) is PaddedBatch else None
             size = counts.total if isinstance(counts, StepCounts) else self._size()
-            mine = _SIZES.pack(size, self._count(size))
+            mine = _SIZES_STRUCT.pack(size, self._count(size))
         except Exception as error:
-            self._failure, mine = error, _SIZES.pack(_FAILED, 0)
+            self._failure, mine = error, _SIZES_STRUCT.pack(_FAILED_SIZE, 0)
         self._pending = async_all_gather_bytes(mine, "DataLoader.__next__")
 
     def _size(self) -> int:
-        if self._batch is _OVER:
+        if self._batch is _SHARD_ENDED:
             return 0
         return 1 if self.single else samples_in(self._batch) or 0
 
@@ -234,18 +234,18 @@ class _Reader:
         return real
 
     def answers(self, fails: bool = True) -> tuple[Any, dict[str, Any] | None, list[int], list[int]]:
-        """The batch, or `_OVER`; the state after it; its size in each shard of the data; the real samples in each."""
+        """The batch, or `_SHARD_ENDED`; the state after it; its size in each shard of the data; the real samples."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            self._answers = [_SIZES.unpack(row) for row in pending.wait()]
+            self._answers = [_SIZES_STRUCT.unpack(row) for row in pending.wait()]
         sizes, real = [size for size, _ in self._answers], [real for _, real in self._answers]
         if fails and self._failure is not None:
             raise self._failure
-        if fails and _FAILED in sizes:
+        if fails and _FAILED_SIZE in sizes:
             raise DataError(
                 "Cannot get the next batch of streams that the processes read separately.",
-                f"Process {sizes.index(_FAILED)} could not read its stream.",
-                f"See the error of process {sizes.index(_FAILED)}.",
+                f"Process {sizes.index(_FAILED_SIZE)} could not read its stream.",
+                f"See the error of process {sizes.index(_FAILED_SIZE)}.",
             )
         return self._batch, self.state, [sizes[rank] for rank in self.ranks], [real[rank] for rank in self.ranks]
 
@@ -266,7 +266,7 @@ def _filled(batch: Any, last: Any, wanted: int, real: list[int], single: bool) -
         return batch, None
     if single:
         return last, Padding.by_process([None if count else 0 for count in real], 0)
-    size = 0 if batch is _OVER else samples_in(batch) or 0
+    size = 0 if batch is _SHARD_ENDED else samples_in(batch) or 0
     if size < wanted:
         filler = cut(join([last] * (wanted // (samples_in(last) or 1) + 1)), 0, wanted - size)
         batch = join([batch, filler]) if size else filler

@@ -92,7 +92,7 @@ class PaddedBatch:
         self.base = base
 
     def pin_memory(self, *device: Any) -> PaddedBatch:
-        """The same with its tensors in pinned memory; torch's loader calls this."""
+        """Copy the batch into pinned memory and keep its padding; torch's loader calls this."""
         return PaddedBatch(_pinned(self.batch, *device), self.padding)
 
 

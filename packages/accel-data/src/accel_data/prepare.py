@@ -6,6 +6,8 @@ import copy
 import types
 import warnings
 from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Final, cast
 
 import torch
@@ -17,23 +19,23 @@ from torch.utils.data import (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+from torch.utils.data.distributed import DistributedSampler
 
 from accel_data.config import DataLoaderConfiguration, OrderOf, Sharding
 from accel_data.dispatch import DataLoaderDispatcher, DispatchedSource
 from accel_data.exact_epochs import ExactShard
 from accel_data.global_order import check_global_order
-from accel_data.kinds import LoaderKind, Shard, classify, distributed_sampler, get_sampler
 from accel_data.loader import DataLoaderShard, PreparedLoader
 from accel_data.mesh import data_coordinates, first_of_each
 from accel_data.order import SeedableRandomSampler, is_stock
 from accel_data.own_shards import OwnShardSource
 from accel_data.padding import CountingCollate, PaddingCollate
 from accel_data.seeding import SampleSeed, SeededStream
-from accel_data.sharding import BatchSamplerShard, batching_of, check_split, innermost_sampler
+from accel_data.sharding import BatchSamplerShard, batching_of, check_process, check_split, innermost_sampler
 from accel_data.source import LocalSource, MapSource, Source, rebuilt
 from accel_data.stateful import has_state, stateful_twin
 from accel_data.stream_source import StreamSource
-from accel_data.streams import IterableDatasetShard, ResumableShard, own_shard
+from accel_data.streams import IterableDatasetShard, ResumableShard, is_sharded, own_shard, shards_itself
 from accel_data.token_batches import TokenBatches, TokenBatchSampler
 from accel_ops.objects import broadcast_object_list
 from accel_state import current
@@ -42,12 +44,120 @@ from accel_state.gradient import GradientState
 from accel_state.labels import RNGType
 from accel_state.library import stack_level
 
-__all__ = ("get_sampler", "prepare_data_loader")
+__all__ = (
+    "LoaderKind",
+    "Shard",
+    "classify",
+    "distributed_sampler",
+    "get_sampler",
+    "prepare_data_loader",
+)
 
-_READ_ONCE: Final = frozenset({types.GeneratorType, map, filter, zip})
+_READ_ONCE_TYPES: Final = frozenset({types.GeneratorType, map, filter, zip})
 
-_DRAWING: Final = frozenset({RandomSampler, SubsetRandomSampler, WeightedRandomSampler})
+_DRAWING_SAMPLERS: Final = frozenset({RandomSampler, SubsetRandomSampler, WeightedRandomSampler})
 """Torch's samplers that draw from the process's generator if they have no generator."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This process's shard of the data.
+
+    Args:
+        processes: the number of processes that share the data.
+        index: the index of this process among them.
+        readers: the number of processes that draw a common order, including those with the same shard; 1 if each draws
+            its own.
+        everyone: whether all processes of the run take part.
+    """
+
+    processes: int
+    index: int
+    readers: int = 1
+    everyone: bool = True
+
+    def __post_init__(self) -> None:
+        check_process(self.processes, self.index)
+
+    @property
+    def shared(self) -> bool:
+        """Whether another process reads in the same order."""
+        return self.processes > 1 or self.readers > 1
+
+
+class LoaderKind(Enum):
+    """Who reads what.
+
+    MAP: a map-style data set; each process draws the indices of all, and reads its own.
+    STREAM: a stream; each process reads all of it, and keeps its own samples.
+    OWN_SHARD: the loader already has this process's shard, or the stream gives it.
+    DISPATCHED: the main process reads for all.
+    """
+
+    MAP = "map"
+    STREAM = "stream"
+    OWN_SHARD = "own shard"
+    DISPATCHED = "dispatched"
+
+
+def classify(
+    loader: DataLoader[Any], shard: Shard, configuration: DataLoaderConfiguration, put_on_device: bool
+) -> LoaderKind:
+    """The kind of a loader.
+
+    Args:
+        loader: the script's loader.
+        shard: this process's shard of the data.
+        configuration: how loaders are prepared.
+        put_on_device: whether batches are moved to the device. Only then streams are dispatched by themselves.
+
+    Raises:
+        Conflict: the configuration is not possible for this loader.
+    """
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    sharding, dispatches = configuration.sharding, configuration.dispatch_batches
+    if dispatches or sharding == "dispatch":
+        if not shard.everyone:
+            raise Conflict(
+                f"Cannot dispatch to {shard.processes} processes.",
+                f"The run has {current.process_or_start().world_size}, and the main process sends to each of them.",
+                "Remove num_processes and process_index, or let every process read its own batches.",
+            )
+        if is_stream and shard.processes > 1 and is_sharded(loader.dataset):
+            raise Conflict(
+                f"Cannot dispatch the stream {type(loader.dataset).__name__}.",
+                "It is divided by rank already, so the samples of all processes but the main one would be lost.",
+                "Remove dispatch_batches and sharding='dispatch', or give a stream that is not divided.",
+            )
+        return LoaderKind.DISPATCHED
+    if not is_stream:
+        if callable(sharding):
+            raise Conflict(
+                "Cannot use a function as sharding for a map-style data set.",
+                "Functions shard streams; a map-style data set is sharded through the sampler.",
+                "Use sharding='auto' for this loader.",
+            )
+        own = shard.processes > 1 and (
+            sharding == "already" or distributed_sampler(loader, shard.processes) is not None
+        )
+        return LoaderKind.OWN_SHARD if own else LoaderKind.MAP
+    own = configuration.exact_epochs or shards_itself(loader.dataset, shard.processes, sharding)
+    if callable(sharding) or (shard.processes > 1 and own):
+        return LoaderKind.OWN_SHARD
+    undecided = dispatches is None and sharding == "auto" and put_on_device
+    return LoaderKind.DISPATCHED if undecided and shard.everyone and shard.processes > 1 else LoaderKind.STREAM
+
+
+def distributed_sampler(loader: DataLoader[Any], processes: int) -> DistributedSampler[Any] | None:
+    """Torch's `DistributedSampler`, if the script shards the indices itself."""
+    sampler = get_sampler(loader)
+    return sampler if isinstance(sampler, DistributedSampler) and sampler.num_replicas == processes > 1 else None
+
+
+def get_sampler(dataloader: DataLoader[Any]) -> Any:
+    """The sampler of a loader that gives single indices, below whatever shards them; None when there is none."""
+    batching = batching_of(dataloader)
+    return dataloader.sampler if batching is None else innermost_sampler(batching)
 
 
 def prepare_data_loader(
@@ -171,7 +281,9 @@ def _check_resumable(dataset: Any, source: LocalSource, option: str) -> None:
                 stacklevel=stack_level(),
             )
         return
-    held = next((name for name, value in getattr(dataset, "__dict__", {}).items() if type(value) in _READ_ONCE), None)
+    held = next(
+        (name for name, value in getattr(dataset, "__dict__", {}).items() if type(value) in _READ_ONCE_TYPES), None
+    )
     if held is not None and not source.continues_from_base:
         obstacle = f"The stream contains {held!r}, which can be read only once, so it cannot be read again."
     if obstacle is not None:
@@ -184,7 +296,7 @@ def _check_resumable(dataset: Any, source: LocalSource, option: str) -> None:
         )
 
 
-_ALONE: Final = Shard(1, 0)
+_WHOLE_SHARD: Final = Shard(1, 0)
 """The shard of a process that needs no sharding: of its own shard, or of data that it reads for all."""
 
 
@@ -221,8 +333,8 @@ def _keeps_sizes(loader: DataLoader[Any], configuration: DataLoaderConfiguration
 def _unsharded(loader: DataLoader[Any], configuration: DataLoaderConfiguration) -> LocalSource:
     """A source of all that a loader yields."""
     if not isinstance(loader.dataset, IterableDataset):
-        return _shard_map_dataset(loader, _ALONE, configuration)[0]
-    return _shard_stream(loader, _ALONE, configuration)[0]
+        return _shard_map_dataset(loader, _WHOLE_SHARD, configuration)[0]
+    return _shard_stream(loader, _WHOLE_SHARD, configuration)[0]
 
 
 def _with_own_stream(loader: DataLoader[Any], shard: Shard, configuration: DataLoaderConfiguration) -> DataLoader[Any]:
@@ -286,7 +398,7 @@ def _shard_map_dataset(
         if replacement is not sampler:
             below = copy.copy(below)
             below.sampler = sampler = replacement
-    split = configuration.split_batches and shard is not _ALONE
+    split = configuration.split_batches and shard is not _WHOLE_SHARD
     if configuration.exact_epochs or isinstance(below, TokenBatchSampler):
         stand_ins = configuration.exact_epochs
         batches: BatchSamplerShard = ExactShard(
@@ -320,7 +432,7 @@ def _shuffled(sampler: Any, shard: Shard, configuration: DataLoaderConfiguration
         seeded = SeedableRandomSampler(sampler.data_source, sampler.replacement, count, data_seed=seed)
         seeded.generator = sampler.generator
         return seeded
-    draws_globally = type(sampler) in _DRAWING and sampler.generator is None
+    draws_globally = type(sampler) in _DRAWING_SAMPLERS and sampler.generator is None
     if not draws_globally or not (shard.shared or configuration.restore_position):
         return sampler
     own = copy.copy(sampler)

@@ -38,7 +38,7 @@ class Position:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Position:
-        """The inverse of `state_dict`."""
+        """Create it from the result of `state_dict`."""
         rng_state = None if state["draw"] is None else RNGState.from_state_dict(state["draw"])
         return cls(state["epoch"], state["steps"], state["samples"], rng_state, state["base"])
 

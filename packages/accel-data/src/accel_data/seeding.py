@@ -21,7 +21,7 @@ from accel_data.streams import seed_stream
 
 __all__ = ("SampleSeed", "SeededSamples", "SeededStream")
 
-_BITS: Final = 2**32
+_SEED_COUNT: Final = 2**32
 
 
 class SampleSeed:
@@ -60,7 +60,7 @@ class SeededBlock:
         torch.default_generator.manual_seed(self.key)
         if self.numpy is not None:
             self.numpy_state = self.numpy.random.get_state()
-            self.numpy.random.seed(self.key % _BITS)
+            self.numpy.random.seed(self.key % _SEED_COUNT)
 
     def __exit__(self, *_: object) -> None:
         random.setstate(self.python_state)
@@ -102,7 +102,7 @@ class SeededSamples(Dataset[Any]):
 
 
 class ResumableSamples(SeededSamples):
-    """The same for a data set that can save state; torchdata requires that the wrapper defines the methods."""
+    """`SeededSamples` of a data set that can save state; torchdata requires that the wrapper defines the methods."""
 
     def state_dict(self) -> Any:
         """The state of the data set."""
@@ -162,7 +162,7 @@ class SeededStream(IterableDataset[Any]):
 
 
 class ResumableStream(SeededStream):
-    """The same for a stream that can save state; the state includes the number of samples read."""
+    """A `SeededStream` of a stream that can save state; the state includes the number of samples read."""
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the stream, and how many samples were read."""

@@ -76,7 +76,7 @@ class Padding:
         return min(max(self.total - process * self.batch_size, 0), self.batch_size)
 
     def of_single(self) -> Padding:
-        """The same for loaders that do not batch, where each process has one sample: real or padding."""
+        """The padding of a loader that does not batch: each process has one sample, real or padding."""
         return self.by_process([None if self.of(process) else 0 for process in range(self.processes)], 0)
 
     def __bool__(self) -> bool:
@@ -407,7 +407,7 @@ class BatchSamplerShard(BatchSampler):
             yield from _of_process(steps, self, skip)
 
     def _first_kept(self, drawn: Iterator[T], count: int) -> Iterator[T]:
-        """The same, with the first ones kept for a comparison."""
+        """Yield what the sampler draws; the first `count` are kept if processes compare them."""
         if not self.compared:
             return drawn
         self.first_drawn = list(islice(drawn, count))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import pickle
 from collections.abc import Iterable, Iterator, MutableMapping
 from itertools import islice
 from typing import Any, Final, TypeVar, cast
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
 
 from accel_data.kept_iterators import keeps_iterator, reading_epochs, restart_kept_iterators
 from accel_data.order import LastRNG, RNGState, can_replay, decided_by_epoch, is_stock, upcoming_rng
 from accel_data.padding import PaddedBatch
 from accel_data.progress import Position
-from accel_data.sample_ids import IndexIds, as_list
 from accel_data.seeding import SampleSeed, SeededSamples
 from accel_data.sharding import (
     BatchSamplerShard,
@@ -34,16 +34,85 @@ from accel_state.errors import DataError
 
 __all__ = (
     "READS_SAMPLE_IDS",
+    "ContentHashIds",
+    "IndexIds",
     "LocalSource",
     "MapSource",
+    "PositionIds",
     "SelfContainedSource",
     "Source",
+    "as_list",
     "first_batches",
     "loader_over",
     "opened",
     "rebuilt",
     "with_states",
 )
+
+# ---------------------------------------------------------------------- sample ids, to inspect the order of an epoch
+
+
+class IndexIds(Dataset[int]):
+    """A data set whose samples are their indices.
+
+    Args:
+        dataset: the data set with these indices.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+class _StreamIds(IterableDataset[Any]):
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on if the stream has `set_epoch`."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+class PositionIds(_StreamIds):
+    """A stream whose samples are "DataLoader worker:position".
+
+    Args:
+        dataset: the stream; it is read.
+    """
+
+    def __iter__(self) -> Iterator[str]:
+        worker = get_worker_info()
+        number = 0 if worker is None else worker.id
+        return (f"{number}:{position}" for position, _ in enumerate(self.dataset))
+
+
+class ContentHashIds(_StreamIds):
+    """A stream whose samples are digests of their contents.
+
+    Args:
+        dataset: the stream; it is read.
+    """
+
+    def __iter__(self) -> Iterator[str]:
+        return (hashlib.blake2b(pickle.dumps(sample), digest_size=16).hexdigest() for sample in self.dataset)
+
+
+def as_list(samples: Any) -> Any:
+    """A collate function that returns its batch unchanged."""
+    return samples
+
+
+# ---------------------------------------------------------------------- sources
+
 
 S = TypeVar("S", bound="Source")
 
@@ -54,7 +123,7 @@ READS_SAMPLE_IDS: Final[dict[str, Any]] = {"collate_fn": as_list, "pin_memory": 
 class Source:
     """Yields this process's batches of a prepared loader, with facts about the steps of an epoch.
 
-    There is one class for each kind of loader (`accel_data.kinds.classify`). A `LocalSource` reads what its own
+    There is one class for each kind of loader (`accel_data.prepare.classify`). A `LocalSource` reads what its own
     loader yields; the other kinds make their steps from the batches of one. Positions are counted in samples of the
     global order, or in steps when `counts_steps`. The defaults are for a source without known length or order.
 
@@ -149,7 +218,7 @@ class Source:
         return {}
 
     def over(self: S, local: LocalSource) -> S:
-        """The same source over what another one reads."""
+        """A copy of this source that reads through another local source."""
         other = copy.copy(self)
         other.local = local
         return other
@@ -192,7 +261,7 @@ class LocalSource(Source):
 
     @property
     def local(self) -> LocalSource:  # type: ignore[override]
-        """Itself."""
+        """The source that reads on this process: this one."""
         return self
 
     def check_draws(self) -> None:

@@ -21,7 +21,7 @@ __all__ = (
     "steps_in",
 )
 
-_CARRIED: Final = (
+_CARRIED_OPTIONS: Final = (
     "num_workers",
     "collate_fn",
     "pin_memory",
@@ -120,4 +120,4 @@ def stateful_twin(loader: DataLoader[Any]) -> DataLoader[Any]:
         batching = {"batch_sampler": loader.batch_sampler}
     else:
         batching["sampler"] = loader.sampler
-    return loader_class(loader.dataset, **batching, **{name: getattr(loader, name) for name in _CARRIED})
+    return loader_class(loader.dataset, **batching, **{name: getattr(loader, name) for name in _CARRIED_OPTIONS})

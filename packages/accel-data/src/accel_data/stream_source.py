@@ -14,14 +14,16 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accel_data.order import LastRNG, RNGState, has_own_state, restore_generator
 from accel_data.padding import PaddingCollate
 from accel_data.progress import Position
-from accel_data.sample_ids import ContentHashIds, PositionIds, as_list
 from accel_data.seeding import SeededStream
 from accel_data.sharding import BatchSamplerShard, batching_of, length_of
 from accel_data.source import (
     READS_SAMPLE_IDS,
+    ContentHashIds,
     LocalSource,
     MapSource,
+    PositionIds,
     SelfContainedSource,
+    as_list,
     opened,
     rebuilt,
     with_states,

@@ -211,7 +211,7 @@ class SkippedStream(IterableDataset[Any]):
 
 
 class ResumableSkip(SkippedStream):
-    """The same for a stream that can restore a position; a restored position is after the skipped samples."""
+    """A `SkippedStream` that can restore a position; a restored position is after the skipped samples."""
 
     _resumes = False
 

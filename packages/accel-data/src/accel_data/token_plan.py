@@ -30,13 +30,13 @@ __all__ = ("Buckets", "Cost", "TokenPlan", "as_lengths", "best_fit", "cost_funct
 Cost = Literal["tokens", "attention"] | Callable[[Sequence[int]], float]
 """What is to be equal among the batches of a step: a name, or a function of the lengths in a batch."""
 
-_WIDTH: Final = 100
+_BUCKETS_PER_LENGTH: Final = 100
 """A bucket's longest length is at most 1/100 above its shortest."""
-_SHORT: Final = 30
+_SHORT_DIVISOR: Final = 30
 """Samples of at most 1/30 of the limit complete steps: batches of them have nearly any cost."""
-_ROOM: Final = 500
+_ROOM_DIVISOR: Final = 500
 """Packed batches keep 1/500 of their limit empty."""
-_RATIO: Final = 1.03
+_MAX_COST_RATIO: Final = 1.03
 """The largest cost of a step over its mean, above which short samples complete it."""
 
 
@@ -83,20 +83,20 @@ def cost_function(cost: Cost) -> Callable[[Sequence[int]], float]:
     """
     if callable(cost):
         return cost
-    if cost not in _COSTS:
+    if cost not in _COST_FUNCTIONS:
         raise SettingError(
             f"Cannot balance batches by cost={cost!r}.",
             "It must be 'tokens', 'attention' or a function of the lengths in a batch.",
             "Use 'tokens', the default.",
         )
-    return _COSTS[cost]
+    return _COST_FUNCTIONS[cost]
 
 
 def _squares(lengths: Sequence[int]) -> int:
     return sum(length * length for length in lengths)
 
 
-_COSTS: Final[dict[str, Callable[[Sequence[int]], float]]] = {"tokens": sum, "attention": _squares}
+_COST_FUNCTIONS: Final[dict[str, Callable[[Sequence[int]], float]]] = {"tokens": sum, "attention": _squares}
 
 
 class Buckets:
@@ -113,7 +113,7 @@ class Buckets:
         edges, edge, longest = [], 1, int(lengths.max()) if lengths.numel() else 0
         while edge <= longest:
             edges.append(edge)
-            edge += max(edge // _WIDTH, 1)
+            edge += max(edge // _BUCKETS_PER_LENGTH, 1)
         self._bucket = torch.bucketize(lengths, torch.tensor(edges, dtype=torch.int64), out_int32=True)
         self._sorted = torch.argsort(lengths, descending=True, stable=True)
         self.places = lengths[self._sorted]
@@ -200,7 +200,7 @@ def _costs(
 def _packed(lengths: Tensor, max_tokens: int, processes: int) -> tuple[Tensor, list[tuple[int, int]]]:
     """Batches of nearly equal sums that fill whole steps, if that is possible."""
     # Sums cannot be equal if the batches are entirely full.
-    fewest = -(-int(lengths.sum()) * (1 + _ROOM) // (max_tokens * _ROOM))
+    fewest = -(-int(lengths.sum()) * (1 + _ROOM_DIVISOR) // (max_tokens * _ROOM_DIVISOR))
     wanted = -(-fewest // processes) * processes
     for bins in (wanted, wanted + processes):
         even, sums = _longest_first(lengths.tolist(), bins)
@@ -315,7 +315,7 @@ class _Cutter:
         self.ranges: list[tuple[int, int]] = []
         self.steps: list[list[int]] = []
         # Other costs of short samples are too small to complete a step of long ones.
-        short = max_tokens // _SHORT if cost == "tokens" else 0
+        short = max_tokens // _SHORT_DIVISOR if cost == "tokens" else 0
         # The first place of those of the short samples that are in no batch yet.
         self._short = bisect_left(lengths, -short, key=lambda length: -length)
         self.ranges += self._cut(0, self._short, max_tokens)
@@ -341,8 +341,8 @@ class _Cutter:
         while done < len(numbers):
             step = numbers[done : done + self._processes]
             largest = costs[step[0]]
-            near = [number for number in step if costs[number] * _RATIO >= largest]
-            is_even = largest * self._processes <= _RATIO * sum(costs[number] for number in step)
+            near = [number for number in step if costs[number] * _MAX_COST_RATIO >= largest]
+            is_even = largest * self._processes <= _MAX_COST_RATIO * sum(costs[number] for number in step)
             added = [] if is_even else self._short_batches(self._processes - len(near), largest)
             if added:
                 step = [*near, *range(len(self.ranges), len(self.ranges) + len(added))]

@@ -28,7 +28,7 @@ __all__ = ("explain", "keep_their_epoch", "opened_with_workers")
 _WORKER_ERRORS: Final = ("DataLoader worker", "DataLoader timed out")
 """Beginnings of torch's messages about a DataLoader worker that died or does not answer."""
 
-_ENDING: Final = 5.0
+_END_TIMEOUT_S: Final = 5.0
 """Seconds to wait for the end of a worker whose connection is broken; torch looks at its workers as often."""
 
 
@@ -144,7 +144,7 @@ class _DeferringHandler:
         except (EOFError, OSError) as error:
             if counts and _is_of_a_connection(error):
                 # The connection breaks before torch can see that the worker has ended. This handler ends the wait.
-                time.sleep(_ENDING)
+                time.sleep(_END_TIMEOUT_S)
             raise
         finally:
             self._reads = max(self._reads - counts, 0)

@@ -183,7 +183,7 @@ _ACTIVATIONS: Final[dict[str, Callable[..., Any]]] = {
     "silu": torch.nn.functional.silu,
 }
 
-_ELSEWHERE: Final = frozenset(
+_ARGUMENTS_READ_ELSEWHERE: Final = frozenset(
     {
         "activation",
         "bert_binary_head",
@@ -229,7 +229,7 @@ _ELSEWHERE: Final = frozenset(
 )
 """Settings that only this package reads, not Megatron-LM's configuration classes."""
 
-_CLASSES: Final = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+_CONFIG_CLASSES: Final = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 
 
 def _fields_of(kind: Any) -> frozenset[str]:
@@ -242,7 +242,7 @@ def check_arguments(plugin: MegatronLMPlugin) -> None:
     Raises:
         SettingError: Megatron-LM has no such setting.
     """
-    setting_names = _ELSEWHERE.union(*map(_fields_of, _CLASSES))
+    setting_names = _ARGUMENTS_READ_ELSEWHERE.union(*map(_fields_of, _CONFIG_CLASSES))
     for name in plugin.megatron_lm_default_args.keys() - setting_names:
         near = closest(name, setting_names)
         raise SettingError(
@@ -252,7 +252,7 @@ def check_arguments(plugin: MegatronLMPlugin) -> None:
         )
 
 
-def _made(kind: Any, megatron_args: Mapping[str, Any], **more: Any) -> Any:
+def _instance_of(kind: Any, megatron_args: Mapping[str, Any], **more: Any) -> Any:
     """Create a configuration object of Megatron-LM from the settings that it has."""
     return kind(**{**{name: megatron_args[name] for name in _fields_of(kind) & megatron_args.keys()}, **more})
 
@@ -275,7 +275,7 @@ def transformer_config(plugin: MegatronLMPlugin) -> Any:
     part = plugin.num_layers_per_virtual_pipeline_stage
     if part is not None:
         more["virtual_pipeline_model_parallel_size"] = _virtual_stages(plugin, megatron_args["num_layers"], part)
-    return _made(TransformerConfig, megatron_args, **more)
+    return _instance_of(TransformerConfig, megatron_args, **more)
 
 
 def _demand_divided_norms() -> None:
@@ -337,7 +337,7 @@ def _wrapped(plugin: MegatronLMPlugin, parts: Iterable[Any]) -> list[Module]:
     for index, part in enumerate(parts):
         half = bool(megatron_args.get("fp16") or megatron_args.get("bf16"))
         inner = Float16Module(part.config, part) if half else part
-        wrapping = _made(DistributedDataParallelConfig, {"grad_reduce_in_fp32": half, **megatron_args})
+        wrapping = _instance_of(DistributedDataParallelConfig, {"grad_reduce_in_fp32": half, **megatron_args})
         # Only the reduction of the first part's gradients can overlap with the computation of others.
         wrapped.append(_wrapper(megatron_args)(part.config, wrapping, inner, disable_bucketing=index > 0))
     return wrapped
@@ -357,7 +357,7 @@ def _wrapper(megatron_args: Mapping[str, Any]) -> Any:
 def build_optimizer(plugin: MegatronLMPlugin, parts: list[Any]) -> Any:
     """Megatron-LM's optimizer for the parts of a model; it also scales their losses."""
     megatron_args = plugin.megatron_lm_default_args
-    config = _made(OptimizerConfig, {**megatron_args, "params_dtype": _dtype(megatron_args)})
+    config = _instance_of(OptimizerConfig, {**megatron_args, "params_dtype": _dtype(megatron_args)})
     optimizer = get_megatron_optimizer(config, parts, config_overrides=_overrides(plugin, config))
     for part in parts:
         part.config.grad_scale_func = optimizer.scale_loss

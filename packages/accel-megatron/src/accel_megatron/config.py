@@ -29,7 +29,7 @@ __all__ = (
     "set_sizes",
 )
 
-_OWN_NAMES: Final = {
+_MEGATRON_NAMES: Final = {
     "tp_degree": "tensor_model_parallel_size",
     "pp_degree": "pipeline_model_parallel_size",
     "context_parallel_size": "context_parallel_size",
@@ -65,12 +65,12 @@ _OWN_NAMES: Final = {
 }
 """Megatron-LM's name for each setting."""
 
-_OPTIMIZERS: Final = {"adam": "adam", "adamw": "adam", "fusedadam": "adam", "sgd": "sgd", "fusedsgd": "sgd"}
+_OPTIMIZER_NAMES: Final = {"adam": "adam", "adamw": "adam", "fusedadam": "adam", "sgd": "sgd", "fusedsgd": "sgd"}
 
 
 def _own_args(plugin: Any) -> dict[str, Any]:
     """The settings, then `other_megatron_args`; None means Megatron-LM's default."""
-    own_args = {theirs: getattr(plugin, ours) for ours, theirs in _OWN_NAMES.items()}
+    own_args = {theirs: getattr(plugin, ours) for ours, theirs in _MEGATRON_NAMES.items()}
     if plugin.recompute_activations and plugin.recompute_granularity is None:
         own_args["recompute_granularity"] = "selective"
     if own_args["recompute_granularity"] == "full":
@@ -91,7 +91,7 @@ def _optimizer_args(plugin: Any, optimizer: Any) -> dict[str, Any]:
         NotOffered: Megatron-LM has no such optimizer.
     """
     name = type(optimizer).__name__
-    kind = _OPTIMIZERS.get(name.lower())
+    kind = _OPTIMIZER_NAMES.get(name.lower())
     if kind is None:
         raise NotOffered(
             f"Cannot use {name} with Megatron-LM.",
@@ -169,14 +169,14 @@ def schedule_samples(plugin: Any) -> tuple[int, int, int]:
     return warmup, decay, whole or decay
 
 
-_COUNT: Final = int_at_least(1)
-_ATTENTION: Final = ("flash", "fused", "unfused", "local", "auto")
+_COUNT_TYPE: Final = int_at_least(1)
+_ATTENTION_BACKENDS: Final = ("flash", "fused", "unfused", "local", "auto")
 
 
 def _attention(text: str) -> str:
     """The name of an implementation; older scripts pass a bool, and True means "auto"."""
     word = text.strip().lower()
-    if word in _ATTENTION:
+    if word in _ATTENTION_BACKENDS:
         return word
     return "auto" if BOOLEAN.parse(word) else "unfused"
 
@@ -190,7 +190,7 @@ _megatron: Final = partial(
 )
 """A setting; its variable, flag and key are derived from the field name."""
 _switch: Final = partial(_megatron, type=BOOLEAN, unset=False)
-_number: Final = partial(_megatron, type=_COUNT)
+_number: Final = partial(_megatron, type=_COUNT_TYPE)
 
 
 @dataclass

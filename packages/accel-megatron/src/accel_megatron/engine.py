@@ -361,8 +361,8 @@ class Recorder:
 FOLDER: Final = "megatron"
 """The name of Megatron-LM's folder in a checkpoint."""
 
-_GENERATORS: Final = "rng_state"
-_FORM: Final = {"distrib_optim_sharding_type": "fully_reshardable"}
+_GENERATORS_KEY: Final = "rng_state"
+_OPTIMIZER_FORMAT: Final = {"distrib_optim_sharding_type": "fully_reshardable"}
 """Sharded optimizer states are written in the format that can be loaded on another number of processes."""
 
 
@@ -380,7 +380,7 @@ def save_engine(engine: Any, folder: Path, plugin: MegatronLMPlugin) -> None:
     # After this, the folder exists for all processes.
     wait_for_everyone()
     state = _sharded(engine, loading=False, optimizer=not plugin.no_save_optim)
-    state[_GENERATORS] = _generators()
+    state[_GENERATORS_KEY] = _generators()
     state["degrees"] = _degrees(plugin)
     state["iteration"] = engine.iteration
     state["consumed_samples"] = list(plugin.consumed_samples or ())
@@ -413,7 +413,7 @@ def load_engine(engine: Any, folder: Path, plugin: MegatronLMPlugin) -> None:
     state = _sharded(engine, loading=True, optimizer=wants_optimizer)
     same = common["degrees"] == _degrees(plugin)
     if same:
-        state[_GENERATORS] = _generators()
+        state[_GENERATORS_KEY] = _generators()
     try:
         loaded = dist_checkpointing.load(state, str(place))
     except Exception as error:
@@ -439,13 +439,13 @@ def _restore(engine: Any, plugin: MegatronLMPlugin, loaded: Any, generators: boo
     if engine.scheduler is not None and "opt_param_scheduler" in loaded:
         engine.scheduler.load_state_dict(loaded["opt_param_scheduler"])
     if generators:
-        tensor_parallel.get_cuda_rng_tracker().set_states(loaded[_GENERATORS])
+        tensor_parallel.get_cuda_rng_tracker().set_states(loaded[_GENERATORS_KEY])
 
 
 def _sharded(engine: Any, loading: bool, optimizer: bool) -> dict[str, Any]:
     """The tensors that Megatron-LM writes or loads, with the position of each shard in the full tensor."""
     models = {
-        _part_name(index): _innermost(part).sharded_state_dict(metadata=_FORM)
+        _part_name(index): _innermost(part).sharded_state_dict(metadata=_OPTIMIZER_FORMAT)
         for index, part in enumerate(engine.module)
     }
     state: dict[str, Any] = dict(models)
@@ -454,7 +454,7 @@ def _sharded(engine: Any, loading: bool, optimizer: bool) -> dict[str, Any]:
             _begin_states(inner_optimizer(engine.optimizer))
         every = {name: value for shards in models.values() for name, value in shards.items()}
         state["optimizer"] = inner_optimizer(engine.optimizer).sharded_state_dict(
-            every, is_loading=loading, metadata=_FORM
+            every, is_loading=loading, metadata=_OPTIMIZER_FORMAT
         )
     if not loading:
         state["has_optimizer"] = optimizer
@@ -497,7 +497,7 @@ def _generators() -> Any:
     )
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     states = tensor_parallel.get_cuda_rng_tracker().get_states()
-    return mapping.ShardedObject(_GENERATORS, states, whole, place, replica_id=replica)
+    return mapping.ShardedObject(_GENERATORS_KEY, states, whole, place, replica_id=replica)
 
 
 def _degrees(plugin: MegatronLMPlugin) -> list[int]:

@@ -209,8 +209,8 @@ class MegatronLoader:
         return iter(()) if iterator is None else iter(iterator)
 
 
-_SEED: Final = 1234
-_MASKED: Final[dict[str, Any]] = {
+_DATA_SEED: Final = 1234
+_MASKED_DATA_SETTINGS: Final[dict[str, Any]] = {
     "masking_probability": 0.15,
     "short_sequence_probability": 0.1,
     "masking_do_full_word": True,
@@ -268,7 +268,7 @@ def _dataset(plugin: MegatronLMPlugin) -> tuple[Any, Any]:
 
     megatron_args = plugin.megatron_lm_default_args
     usual = {
-        "random_seed": megatron_args.get("seed", _SEED),
+        "random_seed": megatron_args.get("seed", _DATA_SEED),
         "sequence_length": megatron_args["seq_length"],
         "blend": get_blend_from_list([str(part) for part in _listed(megatron_args)]),
         "split": megatron_args.get("split", "969,30,1"),
@@ -277,10 +277,18 @@ def _dataset(plugin: MegatronLMPlugin) -> tuple[Any, Any]:
     }
     kind = megatron_args["model_type_name"]
     if kind == "bert":
-        more = {**_MASKED, "masking_max_ngram": 3, "classification_head": bool(megatron_args["bert_binary_head"])}
+        more = {
+            **_MASKED_DATA_SETTINGS,
+            "masking_max_ngram": 3,
+            "classification_head": bool(megatron_args["bert_binary_head"]),
+        }
         return BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig(**usual, **more)
     if kind == "t5":
-        more = {**_MASKED, "masking_max_ngram": 10, "sequence_length_decoder": megatron_args["decoder_seq_length"]}
+        more = {
+            **_MASKED_DATA_SETTINGS,
+            "masking_max_ngram": 10,
+            "sequence_length_decoder": megatron_args["decoder_seq_length"],
+        }
         return T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig(**usual, **more)
     marks = {
         name: bool(megatron_args.get(name, False))

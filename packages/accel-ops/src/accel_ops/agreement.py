@@ -49,7 +49,7 @@ _EXTRA_WAIT_OF_OTHERS_S: Final = 3.0
 A store that does not answer takes two seconds more.
 """
 
-_LOOK_S: Final = 1.5
+_ABSENCE_CHECK_INTERVAL_S: Final = 1.5
 """Seconds between two looks at what absent ranks do; each publishes its status once a second."""
 
 _MAX_FAREWELL_S: Final = 10.0
@@ -60,8 +60,8 @@ _RETRY_PAUSE_S: Final = 0.2
 """Seconds before a request is retried if its connection broke or its answer has no valid signature of a rank."""
 _MAX_BROKEN_CONNECTIONS: Final = 3
 
-_SUCCESS: Final = b"+"
-_FAILURE: Final = b"-"
+_SUCCESS_MARK: Final = b"+"
+_FAILURE_MARK: Final = b"-"
 """First byte of a rank's entry and of the result; it shows whether a value or a failure follows."""
 
 
@@ -112,7 +112,7 @@ class StoreBarrier:
         self,
         process: Process,
         topic: str,
-        failed: str,
+        failure: str,
         deadline: float = 600.0,
         error: type[AccelError] = CollectiveError,
         remedy: str = "See the error of that process.",
@@ -122,7 +122,7 @@ class StoreBarrier:
         self.rank, self._world_size = self._ranks.index(process.rank), len(self._ranks)
         if group is not None:
             topic = f"{topic}/of ranks {','.join(map(str, self._ranks))}"
-        self._topic, self._failed, self._deadline = topic, failed, deadline
+        self._topic, self._failed, self._deadline = topic, failure, deadline
         self._error, self._remedy = error, remedy
         self._later = min(_EXTRA_WAIT_OF_OTHERS_S, deadline / 2)
         self._process = process
@@ -144,9 +144,9 @@ class StoreBarrier:
         """Whether a phase has completed, so that every rank is known to take part."""
         return self._index > 0
 
-    def describe(self, failed: str, remedy: str) -> None:
+    def describe(self, failure: str, remedy: str) -> None:
         """Replace the first and the last part of the errors, once all ranks know more about the operation."""
-        self._failed, self._remedy = failed, remedy
+        self._failed, self._remedy = failure, remedy
 
     def wait(
         self,
@@ -236,7 +236,7 @@ class StoreBarrier:
             result = self._result()
         except StoreUnreachable:
             return
-        if result is not None and result.startswith(_FAILURE):
+        if result is not None and result.startswith(_FAILURE_MARK):
             self._heed(result)
 
     # ------------------------------------------------------------------ one phase
@@ -257,7 +257,7 @@ class StoreBarrier:
                     result = self._collect(value, combine, until, phase, ranks)
             else:
                 result = self._contribute(value, until, phase, ranks)
-            if result.startswith(_SUCCESS):
+            if result.startswith(_SUCCESS_MARK):
                 self._index, self._collects = self._index + 1, False
                 return result[1:].decode()
             self._heed(result)
@@ -287,22 +287,22 @@ class StoreBarrier:
             missing = [rank for rank, post in zip(ranks, posts, strict=True) if post not in entries]
             if missing:
                 return self._missed(missing, phase)
-        if not all(post.startswith(_SUCCESS) for post in entries.values()):
+        if not all(post.startswith(_SUCCESS_MARK) for post in entries.values()):
             # A failed rank has filled the missing entries with marks.
             return self._receive([self._key()], until)[self._key()]
         try:
             answer = combine([value, *(entries[post][1:].decode() for post in posts)])
         except AccelError as error:
             failure = {**_failure(error), "rank": None}
-            self._control.compare_set(self._key(), _FAILURE + json.dumps(failure).encode(), _REPLY_TIMEOUT_S)
+            self._control.compare_set(self._key(), _FAILURE_MARK + json.dumps(failure).encode(), _REPLY_TIMEOUT_S)
             self._leave(failure)
             raise
-        return self._control.compare_set(self._key(), _SUCCESS + answer.encode(), _REPLY_TIMEOUT_S)
+        return self._control.compare_set(self._key(), _SUCCESS_MARK + answer.encode(), _REPLY_TIMEOUT_S)
 
     def _contribute(self, value: str, until: float, phase: str, ranks: Sequence[int]) -> bytes:
         """Write the value of this rank if it is one of `ranks`, and wait for the result."""
         if self.rank in ranks:
-            self._control.set(self._post(self.rank), _SUCCESS + value.encode(), _REPLY_TIMEOUT_S)
+            self._control.set(self._post(self.rank), _SUCCESS_MARK + value.encode(), _REPLY_TIMEOUT_S)
         results = self._receive([self._key()], until)
         # Without an answer, rank 0 is missing too.
         return results.get(self._key()) or self._missed([0, *self._absent(ranks)], phase)
@@ -325,7 +325,7 @@ class StoreBarrier:
 
         monitor, own = protocol_state(self._process.transport).monitor, self._ranks[0]
         before = monitor.world()
-        while monitor.always_reads and not done.wait(_LOOK_S):
+        while monitor.always_reads and not done.wait(_ABSENCE_CHECK_INTERVAL_S):
             monitor.request_stacks()
             world = monitor.world()
             gone = {self._ranks.index(rank) for rank in ranks_gone_on(world, own, before) if rank in self._ranks}
@@ -335,7 +335,7 @@ class StoreBarrier:
                     self._missed(absent, phase, gone_on=True)
                     # Rank 0 waits for all entries, so fill the missing ones.
                     for rank in absent:
-                        self._control.compare_set(self._post(rank), _FAILURE, _REPLY_TIMEOUT_S)
+                        self._control.compare_set(self._post(rank), _FAILURE_MARK, _REPLY_TIMEOUT_S)
                     return
 
     def _missed(self, missing: list[int], phase: str, gone_on: bool = False) -> bytes:
@@ -348,7 +348,7 @@ class StoreBarrier:
             "more": len(missing) > len(named),
             "gone on": gone_on,
         }
-        return self._control.compare_set(self._key(), _FAILURE + json.dumps(failure).encode(), _REPLY_TIMEOUT_S)
+        return self._control.compare_set(self._key(), _FAILURE_MARK + json.dumps(failure).encode(), _REPLY_TIMEOUT_S)
 
     def _absent(self, ranks: Sequence[int]) -> list[int]:
         """The first few of `ranks` that have written no entry in this phase."""
@@ -406,16 +406,16 @@ class StoreBarrier:
 
     def _tell(self, failure: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Publish a failure, and return the first failure that was published; None if the caller must try again."""
-        own = _FAILURE + json.dumps(failure).encode()
+        own = _FAILURE_MARK + json.dumps(failure).encode()
         stored = self._control.compare_set(self._key(), own, _REPLY_TIMEOUT_S)
-        if stored.startswith(_SUCCESS):
+        if stored.startswith(_SUCCESS_MARK):
             # This phase has already succeeded; the next one reports the failure.
             self._index += 1
             return None
         if stored == own and (self.rank or self._collects):
             # Rank 0 waits for all entries, so fill the missing ones.
             for post in self._posts():
-                self._control.compare_set(post, _FAILURE, _REPLY_TIMEOUT_S)
+                self._control.compare_set(post, _FAILURE_MARK, _REPLY_TIMEOUT_S)
         counts: Mapping[str, Any] = json.loads(stored[1:])
         return None if self._is_skipped(counts) else counts
 
@@ -522,7 +522,7 @@ def raise_on_any_rank(
     process: Process,
     topic: str,
     work: Callable[[], T],
-    failed: str,
+    failure: str,
     deadline: float = 600.0,
     error: type[AccelError] = CollectiveError,
     *,
@@ -534,7 +534,7 @@ def raise_on_any_rank(
         process: the `Process` of this rank.
         topic: name of the work, equal on all ranks.
         work: function that runs on each rank; a rank on which it raises gets its own exception.
-        failed: first part of the error when a rank failed or is missing.
+        failure: first part of the error when a rank failed or is missing.
         deadline: seconds to wait for the other ranks.
         error: class of that error.
         group: a process group or a mesh axis; only its processes take part, see `gather`.
@@ -550,7 +550,7 @@ def raise_on_any_rank(
         >>> raise_on_any_rank(current.process_or_start(), "check", lambda: 3, "Cannot check the files.")
         3
     """
-    barrier = StoreBarrier(process, topic, failed, deadline, error, group=group)
+    barrier = StoreBarrier(process, topic, failure, deadline, error, group=group)
     with barrier.reporting():
         result = work()
     barrier.wait("done", last=True)
@@ -561,7 +561,7 @@ def all_agree(
     process: Process,
     topic: str,
     value: str,
-    failed: str,
+    failure: str,
     deadline: float = 600.0,
     error: type[AccelError] = CollectiveError,
     *,
@@ -573,7 +573,7 @@ def all_agree(
         process: the `Process` of this rank.
         topic: name of the value, equal on all ranks.
         value: the value of this rank.
-        failed: first part of the error.
+        failure: first part of the error.
         deadline: seconds to wait for the other ranks.
         error: class of that error.
         group: a process group or a mesh axis; only its processes take part, see `gather`.
@@ -596,11 +596,11 @@ def all_agree(
         if len(owners) > 1:
             shown = "; ".join(f"{value!r} on {format_ranks(who)}" for value, who in owners.items())
             raise error(
-                failed, f"The values of the processes differ: {shown}.", "Pass the same value on every process."
+                failure, f"The values of the processes differ: {shown}.", "Pass the same value on every process."
             )
         return values[0]
 
-    return StoreBarrier(process, topic, failed, deadline, error, group=group).wait("value", value, same, last=True)
+    return StoreBarrier(process, topic, failure, deadline, error, group=group).wait("value", value, same, last=True)
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

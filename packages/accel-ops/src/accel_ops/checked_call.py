@@ -95,9 +95,9 @@ def transport_of(group: Group, operation: str) -> Transport:
         # Most runs use no groups.
         from accel_ops.agreement import StoreBarrier
 
-        failed = f"Cannot run {operation}() in {members.label}: its processes cannot connect."
+        failure = f"Cannot run {operation}() in {members.label}: its processes cannot connect."
         topic, seconds = f"group/{members.process_group.group_name}", world.timeout.total_seconds()
-        StoreBarrier(process, topic, failed, seconds, group=group).wait("connect", last=True)
+        StoreBarrier(process, topic, failure, seconds, group=group).wait("connect", last=True)
 
     transport = world.subgroup(members.process_group, members.label, meet)
     add_group_state(transport, world)
@@ -380,7 +380,7 @@ class CheckedCall(HeaderCall):
         check: Callable[[str, torch.Tensor, str], None] = check_leaf,
         move: bool = True,
     ) -> tuple[Plan, list[torch.Tensor]]:
-        """Like `plan`, for leaves and a structure that `flatten` has already found."""
+        """The plan for leaves and a structure that `flatten` returned; see `plan` for the arguments and errors."""
         kinds = list(map(type, leaves))
         if kinds.count(torch.Tensor) < len(kinds) and any(map(is_dtensor, leaves)):
             leaves = self._full_tensors(data, leaves)

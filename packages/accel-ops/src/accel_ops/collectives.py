@@ -31,10 +31,19 @@ from accel_ops.tree import (
     rebuild,
     recursively_apply,
 )
+from accel_state import current
 from accel_state.errors import SettingError
+from accel_state.protocol.call import PendingCall, start_all_gather_bytes
 from accel_state.transport.base import Transport, Work
 
-__all__ = ("all_to_all", "broadcast", "gather", "scatter")
+__all__ = (
+    "PendingCall",
+    "all_to_all",
+    "async_all_gather_bytes",
+    "broadcast",
+    "gather",
+    "scatter",
+)
 
 
 def gather(tensor: Any, dst: int | None = None, *, differentiable: bool = False, group: Group = None) -> Any:
@@ -323,3 +332,16 @@ def _checked_leaves(tensor: Any, count: int) -> list[torch.Tensor]:
 
 def _part_of(leaf: torch.Tensor, count: int) -> TensorInformation:
     return TensorInformation(torch.Size((leaf.shape[0] // count, *leaf.shape[1:])), leaf.dtype)
+
+
+def async_all_gather_bytes(data: bytes, operation: str) -> PendingCall:
+    """Start to gather a few bytes of every process; `wait` on the result returns the bytes of all, by rank.
+
+    It completes after the checked header of all collectives. If a process calls another collective meanwhile, all
+    processes get the same error. The run must have several processes.
+
+    Args:
+        data: at most as many bytes as fit into a header, about 1 KiB; lengths may differ.
+        operation: name of the function that the user called, for error messages.
+    """
+    return start_all_gather_bytes(current.process_or_start().transport, operation, data)

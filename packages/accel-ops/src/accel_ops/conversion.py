@@ -20,7 +20,7 @@ __all__ = (
     "send_to_device",
 )
 
-_ATOMS: Final = frozenset({str, bytes, int, float, bool, complex, type(None)})
+_ATOM_TYPES: Final = frozenset({str, bytes, int, float, bool, complex, type(None)})
 
 
 def send_to_device(
@@ -52,7 +52,7 @@ def _sent(value: Any, target: torch.device, non_blocking: bool, skipped: tuple[s
         return {key: _sent(item, target, non_blocking, skipped) for key, item in value.items()}
     if kind is list or kind is tuple:
         return kind([_sent(item, target, non_blocking, skipped) for item in value])
-    if kind in _ATOMS:
+    if kind in _ATOM_TYPES:
         return value
     if hasattr(value, "to"):
         return _move(value, target, non_blocking)

@@ -25,7 +25,7 @@ from accel_state.transport.signature import SIGNATURE_BYTES, sign, signed_conten
 
 __all__ = ("broadcast_object_list", "dumps", "gather_object", "is_list_of_items", "loads", "scatter_object")
 
-_LENGTHS: Final = struct.Struct("<2q")
+_LENGTHS_STRUCT: Final = struct.Struct("<2q")
 """At the beginning of a message of `scatter_object`: bytes of its tensors, and of its pickle."""
 
 _NOT_PICKLED_BY_TORCH: Final = frozenset(
@@ -173,7 +173,7 @@ class _Place:
     """The place of a tensor in the pickle of a message that has the tensor's bytes elsewhere."""
 
 
-_PLACE: Final = _Place()
+_PLACE_OF_TENSOR: Final = _Place()
 
 
 def _is_place(value: Any) -> bool:
@@ -194,15 +194,15 @@ def _message(operation: str, value: Any) -> torch.Tensor:
         ):
             return tensor
         tensors.append(tensor.detach().cpu())
-        return _PLACE
+        return _PLACE_OF_TENSOR
 
     content = recursively_apply(described, value)
     shapes_and_dtypes = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
     outline = _pickled(operation, [content, shapes_and_dtypes])
     layout = _layout(shapes_and_dtypes)
-    start, stop = _LENGTHS.size, _LENGTHS.size + layout.nbytes
+    start, stop = _LENGTHS_STRUCT.size, _LENGTHS_STRUCT.size + layout.nbytes
     message = torch.empty(stop + len(outline), dtype=torch.uint8)
-    message[:start] = torch.frombuffer(bytearray(_LENGTHS.pack(layout.nbytes, len(outline))), dtype=torch.uint8)
+    message[:start] = torch.frombuffer(bytearray(_LENGTHS_STRUCT.pack(layout.nbytes, len(outline))), dtype=torch.uint8)
     layout.write(tensors, layout.parts(message[start:stop]))
     message[stop:] = torch.frombuffer(bytearray(outline), dtype=torch.uint8)
     return message
@@ -216,8 +216,8 @@ def _layout(tensors: tuple[tuple[torch.Size, torch.dtype], ...]) -> PackedLayout
 
 def _received(message: torch.Tensor) -> Any:
     """The object in a message; its tensors do not share the message's memory."""
-    start = _LENGTHS.size
-    tensor_bytes, outline_bytes = _LENGTHS.unpack(_bytes_of(message[:start]))
+    start = _LENGTHS_STRUCT.size
+    tensor_bytes, outline_bytes = _LENGTHS_STRUCT.unpack(_bytes_of(message[:start]))
     stop = start + tensor_bytes
     content, shapes_and_dtypes = loads(_bytes_of(message[stop : stop + outline_bytes]))
     layout = _layout(shapes_and_dtypes)

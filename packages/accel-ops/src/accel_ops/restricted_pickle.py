@@ -15,9 +15,9 @@ __all__ = ("load_restricted",)
 
 Names = Mapping[tuple[str, str], Any]
 
-_MOST_PARTS: Final = 1000
+_MAX_HASHED_PARTS: Final = 1000
 """Of what is hashed: tuples that contain each other twice would be hashed forever."""
-_MOST_PARTS_OF_ARGUMENTS: Final = 1 << 16
+_MAX_ARGUMENT_PARTS: Final = 1 << 16
 
 
 class _Unpickler(pickle._Unpickler):
@@ -50,17 +50,17 @@ class _Unpickler(pickle._Unpickler):
     def load_build(self) -> None:
         """Give a state to an instance of a class in the table."""
         stack: list[Any] = self.stack  # type: ignore[attr-defined]
-        state, made = stack.pop(), stack[-1]
-        if type(made) not in self._classes:
-            raise pickle.UnpicklingError(f"it gives a state to {made!r:.100}")
-        if hasattr(made, "__setstate__"):
-            made.__setstate__(state)
+        state, instance = stack.pop(), stack[-1]
+        if type(instance) not in self._classes:
+            raise pickle.UnpicklingError(f"it gives a state to {instance!r:.100}")
+        if hasattr(instance, "__setstate__"):
+            instance.__setstate__(state)
         elif type(state) is dict and all(type(key) is str and key.isidentifier() for key in state):
-            vars(made).update(state)
+            vars(instance).update(state)
         else:
-            raise pickle.UnpicklingError(f"the state of {type(made).__name__} does not consist of fields")
+            raise pickle.UnpicklingError(f"the state of {type(instance).__name__} does not consist of fields")
 
-    def _demand_few_parts(self, items: Iterable[Any], most: int = _MOST_PARTS) -> None:
+    def _demand_few_parts(self, items: Iterable[Any], most: int = _MAX_HASHED_PARTS) -> None:
         """Refuse what consists of too many parts, counted as often as hashing meets them."""
         for item in items:
             parts, count = [item], 0
@@ -100,7 +100,7 @@ class _Unpickler(pickle._Unpickler):
 
     def load_reduce(self) -> None:
         """Call something in the table, such as a set."""
-        self._demand_few_parts(self.stack[-1:], _MOST_PARTS_OF_ARGUMENTS)  # type: ignore[attr-defined]
+        self._demand_few_parts(self.stack[-1:], _MAX_ARGUMENT_PARTS)  # type: ignore[attr-defined]
         super().load_reduce()  # type: ignore[misc]
 
     dispatch[pickle.BUILD[0]] = load_build

@@ -231,7 +231,7 @@ def leaves_with_paths(data: Any) -> Iterator[tuple[str, Any]]:
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """The name of a function in messages."""
+    """The name of a function, or of the class of an object without one; for messages."""
     return getattr(function, "__name__", None) or type(function).__name__
 
 

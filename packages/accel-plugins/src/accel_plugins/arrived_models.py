@@ -168,12 +168,12 @@ class ArrivedGradients(UnreducedGradients):
     """
 
     def __init__(self, model: Module, layout: ArrivedLayout, process: Process, reduces: Callable[[], bool]) -> None:
-        made = {ranks: self._group(ranks, process.world_size) for ranks in layout.groups}
+        groups = {ranks: self._group(ranks, process.world_size) for ranks in layout.groups}
         self._groups: Any = WeakIdKeyDictionary()
         own = list(zip(model.parameters(), layout.averaged_over, strict=True))
         for parameter, ranks in own:
             if ranks:
-                self._groups[parameter] = made[ranks]
+                self._groups[parameter] = groups[ranks]
         wanting = [parameter for parameter, ranks in own if ranks]
         super().__init__(model, wanting, process.transport, reduces, replaces=True)
 

@@ -314,10 +314,10 @@ class Manifest:
             NotOffered: the backend lacks it.
         """
         if not getattr(self.capabilities, capability):
-            failed, obstacle, remedy = _REFUSALS.get(
+            failure, obstacle, remedy = _REFUSALS.get(
                 capability, (f"Cannot use {capability!r}", "This backend lacks it.", "Use another backend.")
             )
-            raise NotOffered(f"{failed} with the backend {self.name!r}.", obstacle, remedy)
+            raise NotOffered(f"{failure} with the backend {self.name!r}.", obstacle, remedy)
 
 
 def _is_name(text: str) -> bool:

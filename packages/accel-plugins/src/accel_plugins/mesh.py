@@ -164,7 +164,7 @@ def active_axes(parallelism_config: ParallelismConfig) -> frozenset[str]:
     return frozenset(parallelism_config.active_mesh_dims)
 
 
-def _known(axes: frozenset[str]) -> frozenset[str]:
+def _axes_of_table(axes: frozenset[str]) -> frozenset[str]:
     """The axes of the table. A backend that has others says itself what they can be combined with."""
     return axes & frozenset(Axis)
 
@@ -179,7 +179,7 @@ def check_mesh(manifest: Manifest, parallelism_config: ParallelismConfig) -> Non
     """
     axes = active_axes(parallelism_config)
     failure = f"Cannot use a ParallelismConfig with {named(axes)} with the backend {manifest.name!r}."
-    if _known(axes) not in {combination.axes for combination in PERMITTED}:
+    if _axes_of_table(axes) not in {combination.axes for combination in PERMITTED}:
         exclusion = next((one for one in EXCLUSIONS if one.axes <= axes), None)
         obstacle = "This combination of axes is not tested." if exclusion is None else exclusion.reason
         remedy = "Use a combination of `accel_plugins.mesh.PERMITTED`."
@@ -249,7 +249,7 @@ def named(axes: frozenset[str]) -> str:
 
 def takes(manifest: Manifest, axes: frozenset[str]) -> bool:
     """Whether a backend supports a combination of axes."""
-    permitted = any(combination.axes == _known(axes) for combination in PERMITTED)
+    permitted = any(combination.axes == _axes_of_table(axes) for combination in PERMITTED)
     return permitted and axes <= manifest.axes and (not axes or _suits_sharding(axes, manifest))
 
 

@@ -21,7 +21,7 @@ class Stateful(Protocol):
     """An object with a state that can be saved: a precision, or any object that a script registers."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state."""
+        """Return a state that `load_state_dict` of an equal object accepts."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Restore what `state_dict` returned."""
@@ -85,8 +85,8 @@ class PreparedObjects(ObjectsByKind):
 
     def remember_evaluated(self, model: Any) -> None:
         """Add a model that is only evaluated; one with parameters of a known model is the same one."""
-        known = {id(parameter) for one in self.all_models for parameter in one.parameters()}
-        if not any(id(parameter) in known for parameter in model.parameters()):
+        identities = {id(parameter) for one in self.all_models for parameter in one.parameters()}
+        if not any(id(parameter) in identities for parameter in model.parameters()):
             self._evaluated.append((len(self.models), model))
 
     @property

@@ -93,8 +93,8 @@ def settings(manifest: Manifest, config: Any) -> Any:
         return None
     config_class = _part(manifest, manifest.config)
     if config is None:
-        found = resolve(config_class, {})
-        defaults = {name: value for name, value in manifest.settings.items() if found[name].origin == "default"}
+        resolved = resolve(config_class, {})
+        defaults = {name: value for name, value in manifest.settings.items() if resolved[name].origin == "default"}
         return from_environment(config_class, None, **defaults)
     if not isinstance(_first_of(config), config_class):
         raise Conflict(
@@ -126,9 +126,9 @@ def build(manifest: Manifest, config: Any, context: Context) -> Strategy:
     """
     if context.precision.name == "fp16":
         manifest.demand("fp16")
-    made = strategy_class(manifest)
+    factory = strategy_class(manifest)
     context = context._replace(manifest=manifest)
-    return made(context, settings(manifest, config)) if manifest.config else made(context)
+    return factory(context, settings(manifest, config)) if manifest.config else factory(context)
 
 
 def strategy_class(manifest: Manifest) -> type[Strategy]:
@@ -165,9 +165,9 @@ def check_config(parameter: str, config: object) -> None:
     )
 
 
-def config_among(manifest: Manifest, given: Iterable[object]) -> Any:
+def config_among(manifest: Manifest, objects: Iterable[object]) -> Any:
     """The settings object of a backend among other objects, such as a script's `kwargs_handlers`, or None."""
-    return next((candidate for candidate in given if _target_is_type_of(manifest.config, candidate)), None)
+    return next((candidate for candidate in objects if _target_is_type_of(manifest.config, candidate)), None)
 
 
 # ---------------------------------------------------------------------------- picking
@@ -199,25 +199,25 @@ def _pick(
 
 
 def _named(name: str, origin: str) -> Manifest:
-    failed = f"Cannot use the backend {name!r} ({origin})."
-    return BACKENDS.find(name, failed).usable(failed)
+    failure = f"Cannot use the backend {name!r} ({origin})."
+    return BACKENDS.find(name, failure).usable(failure)
 
 
 def _of_config(config: object) -> Manifest:
     owners = [manifest for manifest in BACKENDS.values() if _target_is_type_of(manifest.config, config)]
-    failed = f"Cannot find a backend for settings of type {type(config).__name__}."
+    failure = f"Cannot find a backend for settings of type {type(config).__name__}."
     if len(owners) > 1:
         # Versions of one backend share their settings class; an attribute of the settings selects the version.
         meant = getattr(config, "backend_name", None)
         owners = [manifest for manifest in owners if manifest.name == meant] or owners
     if not owners:
         raise NotOffered(
-            failed,
+            failure,
             "No installed backend has this settings class. Installed backends: "
             f"{', '.join(BACKENDS.names()) or 'none'}.",
             "Give settings such as FullyShardedDataParallelPlugin(...), or install the package that provides these.",
         )
-    return _only(owners, failed)
+    return _only(owners, failure)
 
 
 def _first_of(config: Any) -> Any:
@@ -236,13 +236,13 @@ def _present(process: Process) -> Manifest:
             warnings.warn(f"{backend.warning} (`accel backends` shows the traceback)", stacklevel=stack_level())
     manifests = BACKENDS.values()
     check_variables({manifest.switch.variable for manifest in manifests if manifest.switch})
-    failed = "Cannot choose a backend for this process."
+    failure = "Cannot choose a backend for this process."
     present = [manifest for manifest in manifests if _is_present(manifest, process)]
     if not present:
         raise PluginError(
-            failed, "None of the installed backends fits this process.", "Choose one with --backend or ACCEL_BACKEND."
+            failure, "None of the installed backends fits this process.", "Choose one with --backend or ACCEL_BACKEND."
         )
-    return _only(_highest(present), failed)
+    return _only(_highest(present), failure)
 
 
 def _for_axes(parallelism_config: ParallelismConfig, present: Manifest) -> Manifest:
@@ -260,14 +260,14 @@ def _for_axes(parallelism_config: ParallelismConfig, present: Manifest) -> Manif
     return _only(_highest(higher), f"Cannot choose a backend for {mesh.named(axes)}.") if higher else present
 
 
-def for_distributed_models(process: Process, failed: str) -> Manifest:
+def for_distributed_models(process: Process, failure: str) -> Manifest:
     """The backend for models that arrive distributed, if none was chosen: that with the highest priority.
 
     Backends that users select explicitly, and those for other devices, are left out.
 
     Args:
         process: this process.
-        failed: what was attempted, for errors.
+        failure: what was attempted, for errors.
 
     Raises:
         PluginError: no installed backend accepts such models.
@@ -284,9 +284,9 @@ def for_distributed_models(process: Process, failed: str) -> Manifest:
     ]
     if not able:
         raise PluginError(
-            failed, "No installed backend accepts models that arrive distributed.", "Prepare models that are whole."
+            failure, "No installed backend accepts models that arrive distributed.", "Prepare models that are whole."
         )
-    return _only(_highest(able), failed)
+    return _only(_highest(able), failure)
 
 
 def _is_present(manifest: Manifest, process: Process) -> bool:
@@ -312,7 +312,7 @@ def _highest(manifests: Sequence[Manifest]) -> list[Manifest]:
     return [manifest for manifest in manifests if manifest.priority == highest]
 
 
-def _only(manifests: Sequence[Manifest], failed: str) -> Manifest:
+def _only(manifests: Sequence[Manifest], failure: str) -> Manifest:
     """The only backend of several possible ones.
 
     Raises:
@@ -322,11 +322,11 @@ def _only(manifests: Sequence[Manifest], failed: str) -> Manifest:
     if len(manifests) > 1:
         claims = [f"{one.name!r} ({one.origin})" for one in BACKENDS.loaded() if one.value in manifests]
         raise Conflict(
-            failed,
+            failure,
             f"Several backends have the same priority: {', '.join(claims)}.",
             "Choose with --backend, ACCEL_BACKEND, or Accelerator(backend=...).",
         )
-    return BACKENDS.find(manifests[0].name, failed).usable(failed)
+    return BACKENDS.find(manifests[0].name, failure).usable(failure)
 
 
 def _part(manifest: Manifest, target: str, interface: Interface | None = None) -> Any:

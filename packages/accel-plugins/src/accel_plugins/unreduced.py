@@ -65,7 +65,7 @@ class UnreducedGradients:
         self._model, self._transport, self._reduces, self._replaces = weakref.ref(model), transport, reduces, replaces
         self._parameters: Any = WeakIdKeyDictionary()
         self._agreed: list[str] = []
-        self._known: Any = WeakIdKeyDictionary(dict.fromkeys(model.parameters()))
+        self._all_parameters: Any = WeakIdKeyDictionary(dict.fromkeys(model.parameters()))
         for parameter in parameters:
             self._add(parameter)
         _follow(model, self)
@@ -78,8 +78,8 @@ class UnreducedGradients:
         else:
             new = [] if self._replaces and name in module._parameters else [added]
         for parameter in new:
-            if parameter not in self._known:
-                self._known[parameter] = None
+            if parameter not in self._all_parameters:
+                self._all_parameters[parameter] = None
                 self._add(parameter)
 
     def _add(self, parameter: Parameter) -> None:

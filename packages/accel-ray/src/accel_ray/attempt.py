@@ -23,13 +23,13 @@ from accel_state.untrusted import printable
 
 __all__ = ("Attempt", "AttemptResult", "AttemptStart")
 
-_FOLLOWED: Final = 5.0
+_NEWS_TIMEOUT_S: Final = 5.0
 """Seconds for which an actor waits for news before it answers."""
 
-_UNANSWERED: Final = 15.0
+_LOST_AFTER_S: Final = 15.0
 """Seconds after which an actor that does not answer counts as lost."""
 
-_KILL_PATIENCE: Final = 10.0
+_KILL_TIMEOUT_S: Final = 10.0
 
 
 class AttemptStart(NamedTuple):
@@ -81,10 +81,10 @@ class Attempt:
         Raises:
             LaunchError: the cluster has too few free resources, a node cannot start a process, or the head is lost.
         """
-        made = self._cluster.place(self._start.layout, self._start.patience, self._interrupted)
-        if made is None:
+        placement = self._cluster.place(self._start.layout, self._start.patience, self._interrupted)
+        if placement is None:
             return self._outcome()
-        group, placed = made
+        group, placed = placement
         kill = True
         try:
             # A signal may have arrived while the actors started.
@@ -190,7 +190,7 @@ class Attempt:
         """Make the actors end the remaining processes, and delete their files."""
         lost = {process.placed.actor for process in self._processes if process.lost}
         closing = [one.actor.close.remote(kill) for one in placed if one.actor not in lost]
-        deadline = time.monotonic() + _KILL_PATIENCE
+        deadline = time.monotonic() + _KILL_TIMEOUT_S
         while closing and time.monotonic() < deadline:
             done = self._cluster.wait(closing, deadline - time.monotonic(), lambda: False)
             closing = [reference for reference in closing if reference not in done]
@@ -247,7 +247,7 @@ class _Followed:
         return Failure(self.rank, progress.code, progress.record, stopped=self.told_to_end)
 
     def ask(self) -> None:
-        self.answer = self.placed.actor.follow.remote(self._seen, _FOLLOWED)
+        self.answer = self.placed.actor.follow.remote(self._seen, _NEWS_TIMEOUT_S)
 
     def take(self, progress: ProcessUpdate) -> None:
         """Print new output."""
@@ -269,7 +269,7 @@ class _Followed:
         """Handle an actor that did not answer, but may answer later."""
         now = time.monotonic()
         self._silent_since = self._silent_since or now
-        self.lost = not may_return or now - self._silent_since > _UNANSWERED
+        self.lost = not may_return or now - self._silent_since > _LOST_AFTER_S
 
     def signal(self, number: int) -> None:
         self.placed.actor.signal.remote(number)

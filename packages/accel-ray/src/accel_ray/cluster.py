@@ -17,24 +17,24 @@ from accel_state.errors import LaunchError, NotFound, SettingError
 
 __all__ = ("Cluster", "Layout", "Placed", "connected")
 
-_ASKED: Final = "Cannot launch on Ray."
-_TICK: Final = 0.2
-_ERROR: Final = 2
+_LAUNCH_FAILURE: Final = "Cannot launch on Ray."
+_POLL_INTERVAL_S: Final = 0.2
+_ERROR_EXIT_CODE: Final = 2
 """Exit code of `accel` for its own errors."""
 
-_REACH: Final = 5.0
+_CONNECT_TIMEOUT_S: Final = 5.0
 """Seconds for which the head may take to accept a connection."""
 
-_MISSES: Final = 3
+_MAX_MISSED_CONNECTIONS: Final = 3
 """Connections that the head may refuse, one a second, before it counts as lost."""
 
-_SUSPECTED: Final = 60.0
+_SUSPECT_NODE_S: Final = 60.0
 """Seconds after the loss of an actor in which Ray may still list its dead node as alive."""
 
-_LESS_ROOM: Final = 5.0
+_WAIT_FOR_ROOM_S: Final = 5.0
 """Seconds for which an elastic run waits for a listed node without free resources."""
 
-_PATIENCE: Final = 60.0
+_START_TIMEOUT_S: Final = 60.0
 """Seconds in which placed actors must start."""
 
 
@@ -87,7 +87,7 @@ def connected(address: str | None) -> Iterator[Cluster]:
 
     if address is not None and "://" in address:
         raise SettingError(
-            _ASKED,
+            _LAUNCH_FAILURE,
             f"{address} is an address for Ray clients, which cannot start processes.",
             "Run `accel launch` on a node of the cluster, and give HOST:PORT of its head.",
         )
@@ -98,7 +98,7 @@ def connected(address: str | None) -> Iterator[Cluster]:
         ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise NotFound(
-            _ASKED,
+            _LAUNCH_FAILURE,
             f"No Ray cluster answers at {address or 'this machine'}: {str(error).strip().splitlines()[0]}",
             "Start one with `ray start --head`, or give --ray_address.",
         ) from None
@@ -112,15 +112,17 @@ def connected(address: str | None) -> Iterator[Cluster]:
 def _check_reachable(address: str) -> None:
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal():
-        raise SettingError(_ASKED, f"{address!r} is not an address.", "Give HOST:PORT, such as 10.0.0.1:6379.")
+        raise SettingError(_LAUNCH_FAILURE, f"{address!r} is not an address.", "Give HOST:PORT, such as 10.0.0.1:6379.")
     error = _cannot_connect(host, int(port))
     if error:
         raise NotFound(
-            _ASKED, f"No Ray cluster answers at {address}: {error}", "Check --ray_address; `ray status` shows the head."
+            _LAUNCH_FAILURE,
+            f"No Ray cluster answers at {address}: {error}",
+            "Check --ray_address; `ray status` shows the head.",
         )
 
 
-def _cannot_connect(host: str, port: int, patience: float = _REACH) -> str:
+def _cannot_connect(host: str, port: int, patience: float = _CONNECT_TIMEOUT_S) -> str:
     """Why a connection fails; empty if it succeeds."""
     try:
         socket.create_connection((host.strip("[]"), port), patience).close()
@@ -154,7 +156,7 @@ class Cluster:
         error = _cannot_connect(host, int(port), 1.0)
         self._missed = self._missed + 1 if error else 0
         self._looked = time.monotonic()
-        if self._missed >= _MISSES:
+        if self._missed >= _MAX_MISSED_CONNECTIONS:
             raise LaunchError(
                 "Cannot continue the run.",
                 f"The head of the Ray cluster at {self.address} is lost: {error}",
@@ -164,13 +166,13 @@ class Cluster:
     @property
     def head_is_lost(self) -> bool:
         """Whether `check_head` found the head lost."""
-        return self._missed >= _MISSES
+        return self._missed >= _MAX_MISSED_CONNECTIONS
 
     def wait(self, references: Sequence[Any], patience: float, tick: Callable[[], bool]) -> list[Any]:
         """The references that are done: at least one of them, unless the time is over or `tick` returns true."""
         deadline = time.monotonic() + patience
         while True:
-            left = max(min(_TICK, deadline - time.monotonic()), 0)
+            left = max(min(_POLL_INTERVAL_S, deadline - time.monotonic()), 0)
             done: list[Any] = self._ray.wait(list(references), timeout=left)[0]
             if done or tick() or time.monotonic() >= deadline:
                 return done
@@ -189,7 +191,7 @@ class Cluster:
 
     def suspect(self, node: str) -> None:
         """Ignore a node whose actor was lost; Ray lists a dead node as alive for some time."""
-        self._suspected[node] = time.monotonic() + _SUSPECTED
+        self._suspected[node] = time.monotonic() + _SUSPECT_NODE_S
 
     def _usable_nodes(self) -> list[dict[str, float]]:
         """The resources of each node that is known to be alive."""
@@ -219,7 +221,7 @@ class Cluster:
             most = max(min(most, fitting), layout.fewest)
         for count in range(most, layout.fewest - 1, -1):
             # Only the last attempt uses all the time: fewer nodes are better than none.
-            until = deadline if count == layout.fewest else min(deadline, time.monotonic() + _LESS_ROOM)
+            until = deadline if count == layout.fewest else min(deadline, time.monotonic() + _WAIT_FOR_ROOM_S)
             group = self._reserve(count, demand, layout.spread, until, tick)
             if group is not None:
                 return group, self._start_actors(group, count, each, demand)
@@ -269,11 +271,11 @@ class Cluster:
                 ).remote()
                 actors.append(actor)
         try:
-            places = self._ray.get([actor.place.remote() for actor in actors], timeout=_PATIENCE)
+            places = self._ray.get([actor.place.remote() for actor in actors], timeout=_START_TIMEOUT_S)
         except Exception as error:
             self.free(group, actors)
             raise LaunchError(
-                _ASKED,
+                _LAUNCH_FAILURE,
                 f"The actors did not start: {str(error).strip().splitlines()[-1]}",
                 "Install accel-ray on every node, for the same Python; `ray status` shows the nodes.",
             ) from None
@@ -318,4 +320,4 @@ def _end_at_once() -> None:
     """End this process with the command's error, before Ray's exit handlers run."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(_ERROR)
+    os._exit(_ERROR_EXIT_CODE)

@@ -19,7 +19,7 @@ from accel_state.untrusted import printable
 
 __all__ = ("Ray", "RayRun")
 
-_OWNED_BY_NODES: Final = ("HOSTNAME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+_VARIABLES_OF_NODES: Final = ("HOSTNAME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 """The launcher's environment variables that do not apply to other machines."""
 
 
@@ -64,9 +64,9 @@ class Ray:
             "ray",
             world_size=None if elastic else world,
             port=settings["main_process_port"].value or None,
-            inherited={name: text for name, text in request.machine.environ.items() if name not in _OWNED_BY_NODES},
+            inherited={name: text for name, text in request.machine.environ.items() if name not in _VARIABLES_OF_NODES},
             grace_period=settings["grace_period"].value,
-            prefix_output=bool(prefix.value) if prefix.given else world != 1,
+            prefix_output=bool(prefix.value) if prefix.is_set else world != 1,
             quiet=request.quiet,
             details=RayRun(own.ray_address, layout, own.ray_wait, settings["max_restarts"].value, own.ray_lost_nodes),
         )
@@ -114,7 +114,7 @@ def _layout(settings: ResolvedSettings) -> Layout:
     further = tuple(map(_resource, own.ray_resources))
     machines, processes = settings["num_machines"], settings["num_processes"].value
     demand = (own.ray_cpus_per_process, gpus, further)
-    if machines.given:
+    if machines.is_set:
         each = None if processes is None else processes // machines.value
         return Layout(machines.value, fewest_machines(machines.value), each, True, *demand)
     if processes is not None:

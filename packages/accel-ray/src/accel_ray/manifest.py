@@ -52,7 +52,7 @@ class RaySettings:
 def _called_for(request: LaunchRequest) -> str | None:
     """Whether `accel launch` received an address; $RAY_ADDRESS may be set for other programs."""
     address = request.settings["ray_address"]
-    return address.text if address.given and not address.origin.startswith("$") else None
+    return address.text if address.is_set and not address.origin.startswith("$") else None
 
 
 MANIFEST: Final = LauncherManifest(

@@ -21,11 +21,11 @@ from accel_state.network import get_free_port
 
 __all__ = ("Place", "ProcessUpdate", "RankProcess")
 
-_CHUNK: Final = 65536
-_MOST_KEPT: Final = 64
+_CHUNK_BYTES: Final = 65536
+_MAX_BUFFERED_CHUNKS: Final = 64
 """Chunks of output buffered for the launcher; after that, the process blocks as with a full pipe."""
 
-_OUTPUT_PATIENCE: Final = 2.0
+_OUTPUT_TIMEOUT_S: Final = 2.0
 """Seconds to wait for the rest of the output if a child process still has the pipe open."""
 
 
@@ -141,9 +141,9 @@ class RankProcess:
 
     def _read(self, stream: int, source: IO[bytes]) -> None:
         with source:
-            while chunk := source.read1(_CHUNK):  # type: ignore[attr-defined]
+            while chunk := source.read1(_CHUNK_BYTES):  # type: ignore[attr-defined]
                 with self._changed:
-                    self._changed.wait_for(lambda: len(self._pieces) < _MOST_KEPT)
+                    self._changed.wait_for(lambda: len(self._pieces) < _MAX_BUFFERED_CHUNKS)
                     self._pieces.append((stream, chunk))
                     self._last = time.monotonic()
                     self._changed.notify_all()
@@ -153,7 +153,7 @@ class RankProcess:
 
     def _ended(self) -> bool:
         """Whether the process has ended, and its output with it."""
-        late = time.monotonic() - self._last > _OUTPUT_PATIENCE
+        late = time.monotonic() - self._last > _OUTPUT_TIMEOUT_S
         return self._code is not None and (self._open == 0 or (late and not self._pieces))
 
     def follow(self, seen: int, seconds: float) -> ProcessUpdate:
@@ -191,5 +191,5 @@ class RankProcess:
         if kill:
             self.signal(signal.SIGKILL)
         with self._changed:
-            self._changed.wait_for(lambda: self._code is not None or self._popen is None, 5 * _OUTPUT_PATIENCE)
+            self._changed.wait_for(lambda: self._code is not None or self._popen is None, 5 * _OUTPUT_TIMEOUT_S)
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 from accel_state import current
 from accel_state.creation import run_creation_hooks
+from accel_state.current import SharedState
 from accel_state.errors import NotReady, SettingError
 from accel_state.kwargs import KwargsHandler
 from accel_state.settings.integers import as_int
-from accel_state.shared_state import SharedState
 
 __all__ = ("GradientAccumulationPlugin", "GradientState", "Iterating")
 
@@ -93,7 +93,7 @@ class GradientState:
         run_creation_hooks()
         existing: GradientState | None = current.gradient()
         if existing is None:
-            existing = cls._made(gradient_accumulation_plugin or GradientAccumulationPlugin())
+            existing = cls._create(gradient_accumulation_plugin or GradientAccumulationPlugin())
             current.set_gradient(existing)
         elif gradient_accumulation_plugin is not None:
             existing.plugin = gradient_accumulation_plugin
@@ -102,12 +102,12 @@ class GradientState:
     @classmethod
     def of(cls, plugin: GradientAccumulationPlugin) -> GradientState:
         """A new state for one Accelerator, which `GradientState()` returns from now on."""
-        state = cls._made(plugin)
+        state = cls._create(plugin)
         current.set_gradient(state)
         return state.shared()
 
     @classmethod
-    def _made(cls, plugin: GradientAccumulationPlugin) -> GradientState:
+    def _create(cls, plugin: GradientAccumulationPlugin) -> GradientState:
         state = object.__new__(cls)
         state.sync_gradients = True
         state.plugin = plugin
@@ -160,12 +160,12 @@ class GradientState:
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """See `GradientAccumulationPlugin`."""
+        """Whether the last batch of a loader ends a window of micro-batches."""
         return self.plugin.sync_with_dataloader
 
     @property
     def sync_each_batch(self) -> bool:
-        """See `GradientAccumulationPlugin`."""
+        """Whether gradients are reduced after each micro-batch, not only after the last of a window."""
         return self.plugin.sync_each_batch
 
     @property
@@ -241,11 +241,11 @@ class GradientState:
         self.sync_gradients = sync_gradients
 
     def _add_dataloader(self, dataloader: Iterating) -> None:
-        """The same as `begin`; loaders of other libraries call it."""
+        """Register a loader of another library, which calls this when an iteration begins."""
         self.begin(dataloader)
 
     def _remove_dataloader(self, dataloader: Iterating) -> None:
-        """The same as `finish`; loaders of other libraries call it."""
+        """Unregister a loader of another library, which calls this when its iteration has ended."""
         self.finish(dataloader)
 
     @staticmethod

@@ -64,7 +64,7 @@ class Run(NamedTuple):
         mixed_precision: "no", "fp16", "bf16" or "fp8".
         distributed_type: the label of the backend, else that of the process.
         strategy: the strategy that owns the run; opaque to this layer.
-        given: options that were passed as arguments, by name; a second Accelerator must not contradict them.
+        options: options that were passed as arguments, by name; a second Accelerator must not contradict them.
         mesh: the device mesh, or None.
         parallelism_config: the sizes of the axes of the mesh, or None.
         selected: name of the engine configuration in use if there are several; None for the first one.
@@ -73,7 +73,7 @@ class Run(NamedTuple):
     mixed_precision: str
     distributed_type: DistributedType
     strategy: Any = None
-    given: Mapping[str, Any] = MappingProxyType({})
+    options: Mapping[str, Any] = MappingProxyType({})
     mesh: Any = None
     parallelism_config: ParallelismConfig | None = None
     selected: str | None = None

@@ -77,5 +77,5 @@ def _imported(module: str, used: str) -> ModuleType:
             raise
         from accel_state.errors import Missing
 
-        failed, remedy = f"Cannot use {used}.", "Install torch, or accel-state[torch]."
-        raise Missing(failed, "It needs torch, which is not installed.", remedy) from None
+        failure, remedy = f"Cannot use {used}.", "Install torch, or accel-state[torch]."
+        raise Missing(failure, "It needs torch, which is not installed.", remedy) from None

@@ -15,7 +15,7 @@ from accel_state.settings.schema import settings_of
 
 __all__ = ("MultiProcessAdapter", "get_logger")
 
-_LEVEL = settings_of(OutputSettings)["log_level"]
+_LEVEL_SETTING = settings_of(OutputSettings)["log_level"]
 
 # Stack level of the caller; 1 is this module's `log`.
 _STACK_LEVEL = 2
@@ -92,8 +92,12 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
         >>> logger.info("once")
         >>> logger.info("by every process", main_process_only=False)
     """
-    configured = read_setting(_LEVEL)
-    level = _LEVEL.parse(log_level, "argument") if log_level is not None else (configured.value if configured else None)
+    configured = read_setting(_LEVEL_SETTING)
+    level = (
+        _LEVEL_SETTING.parse(log_level, "argument")
+        if log_level is not None
+        else (configured.value if configured else None)
+    )
     logger = logging.getLogger(name)
     if level is not None:
         logger.setLevel(level)

@@ -90,7 +90,7 @@ _AXES_OF_BACKENDS: Final = ValueType(
     "names of other axes with their sizes, such as pp=2", _parse_axes, _format_axes, metavar="NAME=N,..."
 )
 
-_ATTENTION: Final = ("sdpa", "flash_attention_2", "flash_attention_3")
+_ATTENTION_IMPLEMENTATIONS: Final = ("sdpa", "flash_attention_2", "flash_attention_3")
 
 
 def _length(text: str) -> int | None:
@@ -173,11 +173,11 @@ class DeepSpeedSequenceParallelConfig:
     def __post_init__(self) -> None:
         fill_from_environment(self)
         name = self.sp_attn_implementation
-        if name is not None and name not in _ATTENTION and not ("/" in name and "flash-attn" in name):
+        if name is not None and name not in _ATTENTION_IMPLEMENTATIONS and not ("/" in name and "flash-attn" in name):
             raise SettingError(
                 f"Cannot use DeepSpeedSequenceParallelConfig(sp_attn_implementation={name!r}).",
                 "This attention does not support a sharded sequence.",
-                f"Pass one of {', '.join(_ATTENTION)}, or a FlashAttention kernel such as "
+                f"Pass one of {', '.join(_ATTENTION_IMPLEMENTATIONS)}, or a FlashAttention kernel such as "
                 "'kernels-community/flash-attn2'.",
             )
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:

@@ -23,7 +23,7 @@ DEFAULT_PORT: Final = 29500
 SECRET_VARIABLE: Final = "ACCEL_RUN_SECRET"
 """Variable with the secret of a run, which its processes use to sign the values in its store."""
 
-_LAST_PORT: Final = 65535
+_MAX_PORT: Final = 65535
 
 
 _GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
@@ -64,10 +64,10 @@ def is_port_in_use(port: int | str | None = None) -> bool:
         number = DEFAULT_PORT if port is None else int(port)
     except ValueError:
         number = -1
-    if not 0 <= number <= _LAST_PORT:
+    if not 0 <= number <= _MAX_PORT:
         raise SettingError(
             f"Cannot check the port {port!r}.",
-            f"A port must be an integer from 0 to {_LAST_PORT}.",
+            f"A port must be an integer from 0 to {_MAX_PORT}.",
             "Pass an integer from 0 to 65535; with 0 the system chooses.",
         )
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:

@@ -41,10 +41,10 @@ __all__ = (
 
 T = TypeVar("T")
 
-_PREFIX: Final = "[accel."
+_GROUP_HEADING_PREFIX: Final = "[accel."
 
-_OUTPUT: Final = 1
-_ERRORS: Final = 2
+_STDOUT_FD: Final = 1
+_STDERR_FD: Final = 2
 """File descriptors of the standard streams."""
 
 
@@ -85,10 +85,10 @@ class Plugin(NamedTuple):
         module, _, attribute = self.target.partition(":")
         add_library(module.partition(".")[0])
         with contained():
-            found: Any = importlib.import_module(module)
+            attribute_value: Any = importlib.import_module(module)
             for part in attribute.split(".") if attribute else ():
-                found = getattr(found, part)
-        return found
+                attribute_value = getattr(attribute_value, part)
+        return attribute_value
 
 
 class Interface:
@@ -139,7 +139,7 @@ class Interface:
         return ""
 
 
-_ANYTHING: Final = Interface()
+_ANY_INTERFACE: Final = Interface()
 
 
 def _versions(oldest: int, newest: int) -> str:
@@ -213,48 +213,48 @@ class LoadedPlugin(Generic[T]):
         """The text about a broken plugin that is left out."""
         return f"The {self.noun} {self.name!r} is ignored. {self.fault}"
 
-    def error(self, failed: str) -> AccelError | None:
+    def error(self, failure: str) -> AccelError | None:
         """The error for a plugin that cannot be used, or None.
 
         Args:
-            failed: what fails without it, as the first part of the error.
+            failure: what fails without it, as the first part of the error.
 
         Returns:
             A `Missing` for a requirement that is not met; a `PluginError` for a broken plugin.
         """
         for requirement in getattr(self.value, "requires", ()):
-            missing: Missing | None = requirement.error(failed)
+            missing: Missing | None = requirement.error(failure)
             if missing is not None:
                 return missing
-        return self._broken(failed) if self.failure else None
+        return self._broken(failure) if self.failure else None
 
-    def get(self, failed: str) -> T:
+    def get(self, failure: str) -> T:
         """The object; its requirements are not checked.
 
         Args:
-            failed: what fails without it, as the first part of the error.
+            failure: what fails without it, as the first part of the error.
 
         Raises:
             PluginError: the plugin is broken.
         """
         if self.value is None or self.failure:
-            raise self._broken(failed) from self.cause
+            raise self._broken(failure) from self.cause
         return self.value
 
-    def usable(self, failed: str) -> T:
+    def usable(self, failure: str) -> T:
         """The object, whose requirements are met.
 
         Args:
-            failed: what fails without it, as the first part of the error.
+            failure: what fails without it, as the first part of the error.
 
         Raises:
             PluginError: the plugin is broken.
             Missing: a package that it requires is not installed, or has another version.
         """
-        error = self.error(failed)
+        error = self.error(failure)
         if error is not None:
             raise error from self.cause
-        return self.get(failed)
+        return self.get(failure)
 
     def with_settings(self, target: str) -> LoadedPlugin[T]:
         """This plugin with the settings class that its manifest names as "module:class"; broken without it."""
@@ -264,8 +264,8 @@ class LoadedPlugin(Generic[T]):
         part: LoadedPlugin[type] = _load(self.plugin._replace(target=target), self.noun, interface)
         return LoadedPlugin(self.plugin, self.noun, self.value, part.failure, part.cause, settings=part.value)
 
-    def _broken(self, failed: str) -> PluginError:
-        return PluginError(failed, self.fault, self.remedy)
+    def _broken(self, failure: str) -> PluginError:
+        return PluginError(failure, self.fault, self.remedy)
 
 
 class PluginGroup(Generic[T]):
@@ -296,7 +296,7 @@ class PluginGroup(Generic[T]):
         group: str,
         noun: str,
         plural: str = "",
-        interface: Interface = _ANYTHING,
+        interface: Interface = _ANY_INTERFACE,
         own: str = "equal",
         built_in: tuple[Plugin, ...] = (),
     ) -> None:
@@ -342,12 +342,12 @@ class PluginGroup(Generic[T]):
             return LoadedPlugin(plugin, self.noun, failure=failure, remedy="Uninstall all but one of them.")
         return _load(plugin, self.noun, self.interface)
 
-    def find(self, name: str, failed: str, others: Iterable[str] = ()) -> LoadedPlugin[T]:
+    def find(self, name: str, failure: str, others: Iterable[str] = ()) -> LoadedPlugin[T]:
         """The plugin with a name, loaded as far as possible.
 
         Args:
             name: its name.
-            failed: what fails without it, as the first part of an error, such as "Cannot use the tracker 'x'."
+            failure: what fails without it, as the first part of an error, such as "Cannot use the tracker 'x'."
             others: further valid names, for the text of the error.
 
         Raises:
@@ -356,9 +356,9 @@ class PluginGroup(Generic[T]):
         for plugin in self.plugins():
             if plugin.name == name:
                 return self.load(plugin)
-        raise self.unknown(name, failed, (*self.names(), *others))
+        raise self.unknown(name, failure, (*self.names(), *others))
 
-    def part(self, name: str, target: str, interface: Interface = _ANYTHING) -> LoadedPlugin[Any]:
+    def part(self, name: str, target: str, interface: Interface = _ANY_INTERFACE) -> LoadedPlugin[Any]:
         """Another object of a plugin, which its manifest names, loaded as far as possible.
 
         Args:
@@ -370,12 +370,12 @@ class PluginGroup(Generic[T]):
         plugin = next(plugins, Plugin(self.group, name, target, ""))
         return _load(plugin._replace(target=target), self.noun, interface)
 
-    def unknown(self, name: str, failed: str, names: Iterable[str]) -> SettingError:
+    def unknown(self, name: str, failure: str, names: Iterable[str]) -> SettingError:
         """The error for a name that no plugin has.
 
         Args:
             name: the name.
-            failed: what fails without the plugin, as the first part of the error.
+            failure: what fails without the plugin, as the first part of the error.
             names: the valid names.
         """
         from accel_state.settings.schema import closest
@@ -383,7 +383,7 @@ class PluginGroup(Generic[T]):
         valid = sorted(set(names))
         near = closest(name, valid)
         return SettingError(
-            failed,
+            failure,
             f"Installed {self.plural}: {', '.join(valid) or 'none'}.",
             f"Did you mean {near!r}?" if near else "Use one of these, or install the package that provides it.",
         )
@@ -477,15 +477,15 @@ def _output_to_errors() -> Iterator[None]:
     `sys.stdout` itself stays as it is: a module may keep it, for example for a handler of `logging`.
     """
     sys.stdout.flush()
-    output = os.dup(_OUTPUT)
+    output = os.dup(_STDOUT_FD)
     try:
-        os.dup2(_ERRORS, _OUTPUT)
+        os.dup2(_STDERR_FD, _STDOUT_FD)
         yield
     finally:
         with suppress(AttributeError, OSError, ValueError):
             # The plugin may have closed or replaced it.
             sys.stdout.flush()
-        os.dup2(output, _OUTPUT)
+        os.dup2(output, _STDOUT_FD)
         os.close(output)
 
 
@@ -546,7 +546,7 @@ def _metadata(folder: str) -> Iterator[tuple[str, str]]:
             continue
         try:
             content = os.read(file, os.fstat(file).st_size)
-            text = content.decode() if _PREFIX.encode() in content else ""
+            text = content.decode() if _GROUP_HEADING_PREFIX.encode() in content else ""
         except (OSError, UnicodeDecodeError):
             continue
         finally:
@@ -561,7 +561,7 @@ def _parse(text: str, origin: str) -> Iterator[Plugin]:
     for line in map(str.strip, text.splitlines()):
         if line.startswith("[") and line.endswith("]"):
             group = line[1:-1].strip()
-        elif group.startswith(_PREFIX[1:]) and "=" in line and not line.startswith(("#", ";")):
+        elif group.startswith(_GROUP_HEADING_PREFIX[1:]) and "=" in line and not line.startswith(("#", ";")):
             name, _, target = line.partition("=")
             texts = (group, name.strip(), target.split("[")[0].strip(), origin)
             yield Plugin(*texts if all(map(str.isprintable, texts)) else map(_escaped, texts))

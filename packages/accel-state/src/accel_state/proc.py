@@ -25,7 +25,7 @@ __all__ = (
 
 State = Literal["ended", "stopped", "uninterruptible", "alive"]
 
-_STATES: Final[dict[str, State]] = {
+_STATES_BY_LETTER: Final[dict[str, State]] = {
     # Also if its parent has not waited for it yet.
     "Z": "ended",
     "X": "ended",
@@ -58,7 +58,7 @@ def process_info(pid: int) -> ProcessInfo | None:
             fields = file.read().rpartition(")")[2].split()
             owner = os.fstat(file.fileno()).st_uid
         return ProcessInfo(
-            state=_STATES.get(fields[0], "alive"),
+            state=_STATES_BY_LETTER.get(fields[0], "alive"),
             started=int(fields[19]),
             memory=int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
             owner=owner,
@@ -116,13 +116,13 @@ def environment_of(pid: int) -> dict[str, str]:
 def with_variable(name: str, value: str) -> set[int]:
     """Pids of the other processes of this machine that were started with this value of a variable."""
     wanted = b"\0" + f"{name}={value}".encode() + b"\0"
-    found = set()
+    pids = set()
     for entry in os.listdir("/proc") if sys.platform.startswith("linux") else ():
         if entry.isdecimal() and int(entry) != os.getpid():
             with contextlib.suppress(OSError), open(f"/proc/{entry}/environ", "rb") as file:
                 if wanted in b"\0" + file.read():
-                    found.add(int(entry))
-    return found
+                    pids.add(int(entry))
+    return pids
 
 
 CGROUP: Final = "/sys/fs/cgroup"

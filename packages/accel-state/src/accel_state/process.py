@@ -14,11 +14,10 @@ import torch.distributed as dist
 from accel_state import current
 from accel_state.console import install_tracebacks
 from accel_state.creation import run_creation_hooks
+from accel_state.current import Process, SharedState
 from accel_state.devices.select import best_family, family_of
 from accel_state.errors import Conflict, NoState, ShapeMismatch, UnknownKind
-from accel_state.identity import Process
 from accel_state.labels import DistributedType
-from accel_state.shared_state import SharedState
 from accel_state.start import start_process
 from accel_state.watch.record import STATUS_FOLDER
 

@@ -11,7 +11,7 @@ from typing import Final
 
 __all__ = ("available_processors", "numa_nodes", "physical_cores")
 
-_SYSTEM: Final = Path("/sys/devices/system")
+_SYSTEM_DEVICES: Final = Path("/sys/devices/system")
 
 
 def available_processors() -> frozenset[int]:
@@ -21,7 +21,7 @@ def available_processors() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
-def numa_nodes(system: Path = _SYSTEM) -> dict[int, frozenset[int]]:
+def numa_nodes(system: Path = _SYSTEM_DEVICES) -> dict[int, frozenset[int]]:
     """Processors of each NUMA node by its number; empty if the system does not describe them."""
     nodes = {}
     for folder in sorted(system.glob("node/node[0-9]*"), key=lambda folder: int(folder.name[4:])):
@@ -29,7 +29,7 @@ def numa_nodes(system: Path = _SYSTEM) -> dict[int, frozenset[int]]:
     return {number: processors for number, processors in nodes.items() if processors}
 
 
-def physical_cores(system: Path = _SYSTEM) -> int:
+def physical_cores(system: Path = _SYSTEM_DEVICES) -> int:
     """Number of cores that this process may run on; the threads of one core count once."""
     cores = set()
     for processor in available_processors():

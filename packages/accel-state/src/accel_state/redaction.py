@@ -15,31 +15,31 @@ __all__ = ("HIDDEN", "is_secret", "redact", "redact_arguments", "redact_text")
 HIDDEN: Final = "***"
 """What is written instead of a secret."""
 
-_WORDS: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_ALWAYS: Final = re.compile(
+_WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_SECRET_NAME: Final = re.compile(
     r"passw|passphrase|passcode|secret|credential|apikey|accesskey|authkey|privatekey|accountkey|authtoken"
     r"|accesstoken|bearer|connectionstring|webhook|sastoken|oauth"
 )
 """Parts of a name, without separators, that make every value a secret."""
 
-_OFTEN: Final = re.compile(
+_LIKELY_SECRET_WORD: Final = re.compile(
     r"tok|tokens?|keys?|auth|authorization|pwd|pw|pass|pat|jwt|otp|pin|cookies?|sas|sig|signature|dsn|cert"
 )
 """Words of a name that make a value a secret, unless another word says what is meant."""
 
-_NEVER: Final = re.compile(
+_HARMLESS_WORD: Final = re.compile(
     r"max|min|num|n|per|pad|eos|bos|unk|mask|sep|cls|special|image|text|label|sort|batch|size|dim|heads?|values?|length|len"
     r"|total|count|new|ids?|limit|budget|weight|weighting|rate|forward|backward|first|second|memory|target|input|output"
     r"|column|metric|primary|partition|query|type|parallelism|padding|mode|file|path|dir|steps?"
 )
-_SURE: Final = re.compile(r"api|access|private|account|encryption|license")
-_FOLDERS: Final = ("PWD", "OLDPWD")
+_CONFIRMING_WORD: Final = re.compile(r"api|access|private|account|encryption|license")
+_FOLDER_VARIABLES: Final = ("PWD", "OLDPWD")
 """Variables of shells that name a folder."""
 
-_PLAIN: Final = re.compile(r"|true|false|none|null|yes|no|on|off", re.IGNORECASE)
+_CONSTANT_VALUE: Final = re.compile(r"|true|false|none|null|yes|no|on|off", re.IGNORECASE)
 _NUMBER: Final = re.compile(r"-?\d+(\.\d*)?(e-?\d+)?", re.IGNORECASE)
 
-_FORMS: Final = tuple(
+_SECRET_FORMS: Final = tuple(
     re.compile(form, re.DOTALL)
     for form in (
         r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY.*?(?:-----END [A-Z0-9 ]*PRIVATE KEY[A-Z ]*-----|\Z)",
@@ -57,13 +57,15 @@ _FORMS: Final = tuple(
         r"={0,2}(?![A-Za-z0-9_/-])",
     )
 )
-_IN_URL: Final = (
+_URL_CREDENTIALS: Final = (
     re.compile(r"(\b[a-zA-Z][\w+.-]{0,30}://)[^\s/:@\"'<>]{0,200}:(?!\d+(?:[/\s?#]|$))[^\s\"'<>]{0,500}@"),
     re.compile(r"(\b[a-zA-Z][\w+.-]{0,30}://)[^\s/@\"'<>]{1,500}@"),
 )
-_HEADER: Final = re.compile(r"(?i)((?:proxy-)?authorization[\"']?\s*[:=]\s*[\"']?)[^\"'\n]+|(\bbearer\s+)[^\s\"']+")
-_LOGIN: Final = re.compile(r"((?<!\S)(?:-u|--user|--proxy-user)[ =]+)[^\s:]+:\S+")
-_NAMED: Final = re.compile(
+_AUTHORIZATION_HEADER: Final = re.compile(
+    r"(?i)((?:proxy-)?authorization[\"']?\s*[:=]\s*[\"']?)[^\"'\n]+|(\bbearer\s+)[^\s\"']+"
+)
+_LOGIN_OPTION: Final = re.compile(r"((?<!\S)(?:-u|--user|--proxy-user)[ =]+)[^\s:]+:\S+")
+_NAMED_VALUE: Final = re.compile(
     r"(?<![\w.-])(?P<name>[\w.-]{1,100})(?:"
     r"[\"']?\]?[ \t]*(?::=|=>|%3[Dd]|:[ \t]*[A-Za-z_.]+[ \t]*=(?!=)|=(?!=)|:(?!:))[ \t]*"
     # A call, a further argument such as a default, and an option or a line of a file for logins.
@@ -74,7 +76,7 @@ _VALUE: Final = re.compile(
     re.DOTALL,
 )
 _FIRST_WORD: Final = re.compile(r"[^\s&\"']+")
-_BESIDE: Final = re.compile(r"-.*|passw\w*|passphrase|tok(en)?", re.IGNORECASE)
+_NAME_BEFORE_VALUE: Final = re.compile(r"-.*|passw\w*|passphrase|tok(en)?", re.IGNORECASE)
 """Names whose value may follow without a sign between them: options, and words of files for logins."""
 
 
@@ -89,15 +91,15 @@ def is_secret(name: str, value: object = None) -> bool:
         >>> is_secret("HF_TOKEN"), is_secret("--apiKey"), is_secret("max_tokens", 128), is_secret("sort_key")
         (True, True, False, False)
     """
-    if name in _FOLDERS or (value is not None and _PLAIN.fullmatch(str(value))):
+    if name in _FOLDER_VARIABLES or (value is not None and _CONSTANT_VALUE.fullmatch(str(value))):
         return False
-    if _ALWAYS.search(_joined(name)):
+    if _SECRET_NAME.search(_joined(name)):
         return True
-    words = [word.lower() for word in _WORDS.findall(name)]
-    telling = {word for word in words if _OFTEN.fullmatch(word)}
-    if not telling or any(_SURE.fullmatch(word) for word in words):
+    words = [word.lower() for word in _WORD.findall(name)]
+    telling = {word for word in words if _LIKELY_SECRET_WORD.fullmatch(word)}
+    if not telling or any(_CONFIRMING_WORD.fullmatch(word) for word in words):
         return bool(telling)
-    if any(_NEVER.fullmatch(word) for word in words):
+    if any(_HARMLESS_WORD.fullmatch(word) for word in words):
         return False
     return not (telling <= {"tokens", "keys"} and _NUMBER.fullmatch(str(value)))
 
@@ -114,7 +116,7 @@ def redact(value: Any, name: str = "") -> Any:
         {'lr': 0.1, 'hub': {'api_key': '***', 'url': 'https://***@host/x'}}
     """
     if isinstance(value, Mapping):
-        secret = bool(name) and bool(_ALWAYS.search(_joined(name)))
+        secret = bool(name) and bool(_SECRET_NAME.search(_joined(name)))
         return {redact_text(str(key)): HIDDEN if secret else redact(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [redact(inner, name) for inner in value]
@@ -151,28 +153,28 @@ def redact_text(text: str) -> str:
         >>> redact_text("password: my cat\\nlr: 0.1")
         'password: ***\\nlr: 0.1'
     """
-    for form in _FORMS:
+    for form in _SECRET_FORMS:
         text = form.sub(HIDDEN, text)
-    for pattern in _IN_URL:
+    for pattern in _URL_CREDENTIALS:
         text = pattern.sub(rf"\g<1>{HIDDEN}@", text)
-    text = _HEADER.sub(lambda match: f"{match[1] or match[2]}{HIDDEN}", text)
-    text = _LOGIN.sub(rf"\g<1>{HIDDEN}", text)
+    text = _AUTHORIZATION_HEADER.sub(lambda match: f"{match[1] or match[2]}{HIDDEN}", text)
+    text = _LOGIN_OPTION.sub(rf"\g<1>{HIDDEN}", text)
     return "".join(_without_values(text))
 
 
 def _without_values(text: str) -> Iterator[str]:
     """The parts of a text, without the values of names that are those of secrets."""
     kept = 0
-    for match in _NAMED.finditer(text):
+    for match in _NAMED_VALUE.finditer(text):
         name, begin = match["name"], match.end()
         beside = text[match.end("name") : begin].isspace()
-        if match.start() < kept or not is_secret(name) or (beside and not _BESIDE.fullmatch(name)):
+        if match.start() < kept or not is_secret(name) or (beside and not _NAME_BEFORE_VALUE.fullmatch(name)):
             continue
         value = _VALUE.match(text, begin)
         assert value is not None
         end = value.end()
         # Without quotes a password may have spaces; other values end at the first.
-        if value[0].lstrip("bfru")[:1] not in ("'", '"') and (beside or not _ALWAYS.search(_joined(name))):
+        if value[0].lstrip("bfru")[:1] not in ("'", '"') and (beside or not _SECRET_NAME.search(_joined(name))):
             first = _FIRST_WORD.match(text, begin, end)
             end = begin if first is None else first.end()
         if end > begin and is_secret(name, text[begin:end].strip("\"',;)}]")):
@@ -183,4 +185,4 @@ def _without_values(text: str) -> Iterator[str]:
 
 def _joined(name: str) -> str:
     """The letters of a name alone."""
-    return "".join(_WORDS.findall(name)).lower()
+    return "".join(_WORD.findall(name)).lower()

@@ -10,22 +10,21 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_state import current
+from accel_state.current import Run, SharedState
 from accel_state.data_shards import parallelism_config_from_environment
 from accel_state.errors import Conflict, NoState, NotOffered, NotReady, SettingError
-from accel_state.identity import Run
 from accel_state.labels import DistributedType, PrecisionType
 from accel_state.process import PartialState
 from accel_state.settings.environ import resolve
 from accel_state.settings.run import RunSettings
 from accel_state.settings.schema import settings_of
-from accel_state.shared_state import SharedState
 
 if TYPE_CHECKING:
     from accel_state.mesh import ParallelismConfig
 
 __all__ = (
     "AcceleratorState",
-    "check_given",
+    "check_options",
     "is_initialized",
     "precision_name",
 )
@@ -34,7 +33,7 @@ __all__ = (
 PLUGINS: Final = ("dynamo_plugin", "deepspeed_plugin", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin")
 """Parameters of `AcceleratorState` with configurations of engines."""
 
-_ONLY: Final = "default"
+_UNNAMED_CONFIGURATION: Final = "default"
 """Name of a DeepSpeed configuration that was passed without a name."""
 
 
@@ -54,7 +53,7 @@ def is_initialized() -> bool:
     return current.run_or_none() is not None
 
 
-def check_given(given: dict[str, Any]) -> None:
+def check_options(options: dict[str, Any]) -> None:
     """Compare options with those with which the run was created; options that are None are not compared.
 
     Raises:
@@ -65,11 +64,11 @@ def check_given(given: dict[str, Any]) -> None:
     if run is None:
         return
     made_with = {
-        **run.given,
+        **run.options,
         "mixed_precision": run.mixed_precision,
         "parallelism_config": run.parallelism_config,
     }
-    for name, value in given.items():
+    for name, value in options.items():
         before = made_with.get(name)
         if value is not None and before != value:
             error = NotOffered if name in PLUGINS else Conflict
@@ -86,7 +85,7 @@ def _content() -> dict[str, Any]:
         return {}
     return {
         **PartialState._shared_state,
-        **{name: run.given[name] for name in PLUGINS if name in run.given},
+        **{name: run.options[name] for name in PLUGINS if name in run.options},
         "distributed_type": run.distributed_type,
         "_mixed_precision": run.mixed_precision,
         "mixed_precision": run.mixed_precision,
@@ -102,16 +101,16 @@ def _mesh(config: ParallelismConfig, world_size: int, device_type: str) -> Any:
 
 def _show(name: str, plugin: Any) -> None:
     run = current.require_run()
-    current.set_run(run._replace(given={**run.given, name: plugin}))
+    current.set_run(run._replace(options={**run.options, name: plugin}))
 
 
-def _given(name: str) -> Any:
+def _plugin(name: str) -> Any:
     """The configuration that was passed or assigned under a name.
 
     Raises:
         NoState: there is none. Other libraries use `hasattr` to find out whether a run has such a configuration.
     """
-    options = current.require_run().given
+    options = current.require_run().options
     if name not in options:
         raise NoState(
             f"Cannot read AcceleratorState.{name}.",
@@ -132,7 +131,7 @@ class _RunPlugins:
     @property
     def dynamo_plugin(self) -> Any:
         """Configuration of torch.compile."""
-        return current.require_run().given.get("dynamo_plugin")
+        return current.require_run().options.get("dynamo_plugin")
 
     @dynamo_plugin.setter
     def dynamo_plugin(self, plugin: Any) -> None:
@@ -141,7 +140,7 @@ class _RunPlugins:
     @property
     def fsdp_plugin(self) -> Any:
         """Configuration of FSDP; AttributeError without one."""
-        return _given("fsdp_plugin")
+        return _plugin("fsdp_plugin")
 
     @fsdp_plugin.setter
     def fsdp_plugin(self, plugin: Any) -> None:
@@ -150,7 +149,7 @@ class _RunPlugins:
     @property
     def torch_tp_plugin(self) -> Any:
         """Configuration of PyTorch's tensor parallelism."""
-        return current.require_run().given.get("torch_tp_plugin")
+        return current.require_run().options.get("torch_tp_plugin")
 
     @torch_tp_plugin.setter
     def torch_tp_plugin(self, plugin: Any) -> None:
@@ -159,7 +158,7 @@ class _RunPlugins:
     @property
     def megatron_lm_plugin(self) -> Any:
         """Configuration of Megatron-LM; AttributeError without one."""
-        return _given("megatron_lm_plugin")
+        return _plugin("megatron_lm_plugin")
 
     @megatron_lm_plugin.setter
     def megatron_lm_plugin(self, plugin: Any) -> None:
@@ -168,13 +167,17 @@ class _RunPlugins:
     @property
     def is_fsdp2(self) -> bool:
         """Whether the run uses version 2 of FSDP."""
-        return getattr(current.require_run().given.get("fsdp_plugin"), "fsdp_version", None) == 2
+        return getattr(current.require_run().options.get("fsdp_plugin"), "fsdp_version", None) == 2
 
     @property
     def deepspeed_plugins(self) -> Mapping[str, Any] | None:
         """The DeepSpeed configurations by name."""
-        configured = current.require_run().given.get("deepspeed_plugin")
-        return configured if configured is None or isinstance(configured, Mapping) else {_ONLY: configured}
+        configured = current.require_run().options.get("deepspeed_plugin")
+        return (
+            configured
+            if configured is None or isinstance(configured, Mapping)
+            else {_UNNAMED_CONFIGURATION: configured}
+        )
 
     @property
     def deepspeed_plugin(self) -> Any:
@@ -273,7 +276,7 @@ class AcceleratorState(_RunPlugins, PartialState):
         precision = None if mixed_precision is None else precision_name(mixed_precision)
         if current.run_or_none() is None:
             current.set_run(self._new_run(mixed_precision, parallelism_config, plugins))
-        check_given({"mixed_precision": precision, "parallelism_config": parallelism_config, **plugins})
+        check_options({"mixed_precision": precision, "parallelism_config": parallelism_config, **plugins})
 
     def _new_run(
         self,
@@ -284,7 +287,7 @@ class AcceleratorState(_RunPlugins, PartialState):
         config = parallelism_config or parallelism_config_from_environment()
         mesh = None if config is None else _mesh(config, self.num_processes, self.device.type)
         label = super().distributed_type
-        return Run(precision_name(mixed_precision), label, given=plugins, mesh=mesh, parallelism_config=config)
+        return Run(precision_name(mixed_precision), label, options=plugins, mesh=mesh, parallelism_config=config)
 
     def __repr__(self) -> str:
         return super().__repr__() + f"\nMixed precision type: {self.mixed_precision}\n"

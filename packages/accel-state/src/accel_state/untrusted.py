@@ -39,10 +39,10 @@ Shape = Callable[[Any], str]
 
 LIMIT: Final = 64 * 2**20
 DEPTH: Final = 64
-_OF_SHELLS: Final = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
+_SHELL_STREAM_PREFIXES: Final = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 _SURROGATE: Final = re.compile("[\ud800-\udfff]")
-_FOLDED: Final = bytes.maketrans(b"{}", b"[]")
-_NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
+_BRACES_AS_BRACKETS: Final = bytes.maketrans(b"{}", b"[]")
+_NON_BRACKET_BYTES: Final = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def open_regular(path: str | os.PathLike[str]) -> FileIO:
@@ -80,14 +80,14 @@ def read_limited(path: str | os.PathLike[str], limit: int = LIMIT, *, from_shell
     Raises:
         OSError: it cannot be read, is not a regular file, or is larger.
     """
-    given = from_shell and os.fspath(path).startswith(_OF_SHELLS)
-    with FileIO(os.fspath(path)) if given else open_regular(path) as file:
-        found = bytearray()
-        while chunk := file.read(min(limit + 1 - len(found), 2**20)):
-            found += chunk
-            if len(found) > limit:
+    allowed_stream = from_shell and os.fspath(path).startswith(_SHELL_STREAM_PREFIXES)
+    with FileIO(os.fspath(path)) if allowed_stream else open_regular(path) as file:
+        content = bytearray()
+        while chunk := file.read(min(limit + 1 - len(content), 2**20)):
+            content += chunk
+            if len(content) > limit:
                 raise OSError(errno.EFBIG, f"larger than the limit of {limit} bytes", os.fspath(path))
-    return bytes(found)
+    return bytes(content)
 
 
 def read_json(path: str | os.PathLike[str], shape: Shape | None = None, *, limit: int = LIMIT) -> Any:
@@ -142,7 +142,7 @@ def parse_json(data: bytes | str, shape: Shape | None = None, *, depth: int = DE
 def _nests_deeper(raw: bytes, depth: int) -> bool:
     """Whether brackets outside strings nest deeper; found without recursion, in one pass over the text per level."""
     outside = b"".join(raw.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2])
-    brackets = outside.translate(_FOLDED, _NO_BRACKETS)
+    brackets = outside.translate(_BRACES_AS_BRACKETS, _NON_BRACKET_BYTES)
     for _ in range(depth):
         outer = brackets.replace(b"[]", b"")
         if len(outer) == len(brackets):
@@ -152,12 +152,12 @@ def _nests_deeper(raw: bytes, depth: int) -> bool:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    values = dict(pairs)
+    if len(values) != len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in found if names.count(name) > 1)
+        twice = next(name for name in values if names.count(name) > 1)
         raise ValueError(f"It contains the key {quoted(twice)} twice in one object.")
-    return found
+    return values
 
 
 def quoted(value: Any) -> str:
@@ -237,7 +237,7 @@ def dict_of(item: Shape, keys: Shape = anything) -> Shape:
 
 def record(needed: Mapping[str, Shape], optional: Mapping[str, Shape] | None = None) -> Shape:
     """Shape of an object with known keys; keys that are in neither table are not checked."""
-    known = {**needed, **(optional or {})}
+    shapes = {**needed, **(optional or {})}
 
     def fault(value: Any) -> str:
         if not isinstance(value, dict):
@@ -245,7 +245,7 @@ def record(needed: Mapping[str, Shape], optional: Mapping[str, Shape] | None = N
         for key in needed:
             if key not in value:
                 return f" has no {key!r}"
-        return next((f"[{key!r}]{bad}" for key, of in known.items() if key in value and (bad := of(value[key]))), "")
+        return next((f"[{key!r}]{bad}" for key, of in shapes.items() if key in value and (bad := of(value[key]))), "")
 
     return fault
 
@@ -296,7 +296,7 @@ def printable(value: object, keep: str = "") -> str:
         >>> printable("a\x1b[2Jb")
         'a\\x1b[2Jb'
     """
-    found = str(value)
-    if found.isprintable():
-        return found
-    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in found)
+    text = str(value)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -12,10 +12,10 @@ import sys
 
 __version__ = "0.1.0"
 
-_OF_BACKENDS = ("base", "checkpoints", "declaring", "gradients", "lifetime", "preparing", "training")
+_BACKEND_MODULES = ("base", "checkpoints", "declaring", "gradients", "lifetime", "preparing", "training")
 SUITES = (
     *("accelerator", "commands", "devices", "launchers", "stores", "trackers"),
-    *(f"backends.{kind}" for kind in _OF_BACKENDS),
+    *(f"backends.{kind}" for kind in _BACKEND_MODULES),
 )
 
 if "pytest" in sys.modules:

@@ -46,13 +46,13 @@ class AcceleratorTraining(Training):
     def make_strategy(self, handlers: Sequence[Any]) -> None:
         """Construct an Accelerator and return its strategy."""
         case = self.case
-        given: dict[str, Any] = {}
+        plugin: dict[str, Any] = {}
         if isinstance(case.config, KwargsHandler):
             handlers = [*handlers, case.config]
         elif case.config is not None:
             # Settings of another backend are given through that backend's argument.
             theirs = (one for one in BACKENDS.values() if config_among(one, [case.config]) is not None)
-            given = {next(theirs, case.manifest).parameter or "fsdp_plugin": case.config}
+            plugin = {next(theirs, case.manifest).parameter or "fsdp_plugin": case.config}
         self.accelerator = Accelerator(
             cpu=current.process().device.type == "cpu",
             mixed_precision=case.precision,
@@ -63,7 +63,7 @@ class AcceleratorTraining(Training):
                 num_steps=case.accumulation, sync_each_batch=not case.no_sync
             ),
             parallelism_config=case.parallelism_config,
-            **given,
+            **plugin,
             **self.arguments(),
         )
         self.process = current.process()
@@ -76,11 +76,11 @@ class AcceleratorTraining(Training):
 
     def prepare(self, bundle: Bundle) -> Bundle:
         """The method of the Accelerator."""
-        given: list[list[Any]] = [bundle.models, bundle.optimizers, bundle.schedulers]
-        prepared: Any = self.accelerator.prepare(*(item for items in given for item in items))
-        made = list(prepared) if isinstance(prepared, (list, tuple)) else [prepared]
-        for items in given:
-            items[:], made = made[: len(items)], made[len(items) :]
+        kinds: list[list[Any]] = [bundle.models, bundle.optimizers, bundle.schedulers]
+        prepared: Any = self.accelerator.prepare(*(item for items in kinds for item in items))
+        results = list(prepared) if isinstance(prepared, (list, tuple)) else [prepared]
+        for items in kinds:
+            items[:], results = results[: len(items)], results[len(items) :]
         return bundle
 
     def prepare_to_evaluate(self, model: Module) -> Module:
@@ -161,11 +161,11 @@ class GuardedTraining(AcceleratorTraining):
     forwards = 0
 
     def make_strategy(self, handlers: Sequence[Any]) -> None:
-        """With a guard."""
+        """Construct an Accelerator with a guard that leaves out steps with NaN."""
         super().make_strategy([*handlers, StepGuard(nonfinite="skip")])
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """NaN at the second step."""
+        """The loss; NaN on the last process at the second step."""
         self.forwards += 1
         loss = super().loss(inputs, targets)
         is_bad = self.forwards == 1 + self.case.accumulation and self.accelerator.is_last_process
@@ -177,7 +177,7 @@ class AcceleratorSuite(BackendSuite):
 
     @pytest.fixture
     def driver(self) -> str:
-        """The Accelerator."""
+        """The class that trains through an Accelerator."""
         return "accel_testing.accelerator:AcceleratorTraining"
 
     def test_unwrap_model_gives_the_users_model_or_is_refused(self, run: Run) -> None:
@@ -237,8 +237,8 @@ class AcceleratorSuite(BackendSuite):
         """Values for `config`, preferably not the defaults."""
         if self.config is not None and settings_of(type(self.config)):
             variables = to_environment(self.config)
-            for found in run(settings_from_environment, self.case(), variables):
-                assert found == variables
+            for read_back in run(settings_from_environment, self.case(), variables):
+                assert read_back == variables
 
     @needs("state_dict", "exact_gradients")
     def test_save_model_writes_the_weights_of_one_process(self, run: Run, tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ from accel_state.errors import AccelError
 
 __all__ = ("CommandSuite", "ExaminationSuite")
 
-_IMPORT_S: Final = 120
-_GRAVITY: Final = (OK, WARNING, ERROR)
+_IMPORT_TIMEOUT_S: Final = 120
+_VERDICTS_BY_GRAVITY: Final = (OK, WARNING, ERROR)
 
 
 class _Loaded:
@@ -46,7 +46,7 @@ class _Loaded:
 
     @property
     def loaded(self) -> Any:
-        """The object."""
+        """The object under test, imported from `target`."""
         module, _, attribute = self.target.partition(":")
         return getattr(importlib.import_module(module), attribute)
 
@@ -55,7 +55,7 @@ class _Loaded:
         module = self.target.partition(":")[0]
         code = f"import sys; sys.path[:] = {sys.path!r}; import {module}; sys.exit('torch' in sys.modules)"
         done = subprocess.run(
-            [sys.executable, "-c", code], timeout=_IMPORT_S, check=False, capture_output=True, text=True
+            [sys.executable, "-c", code], timeout=_IMPORT_TIMEOUT_S, check=False, capture_output=True, text=True
         )
         assert done.returncode == 0, f"importing {module} imports torch, or fails:\n{done.stderr}"
         assert done.stdout == ""
@@ -130,24 +130,26 @@ class ExaminationSuite(_Loaded):
     def findings(self, variables: Mapping[str, str]) -> list[Finding]:
         """The findings when the environment has these variables besides its own."""
         with mock.patch.dict(os.environ, variables):
-            found: list[Finding] = list(self.loaded(request_of((), os.environ)))
-        return found
+            findings: list[Finding] = list(self.loaded(request_of((), os.environ)))
+        return findings
 
     def test_it_reports_what_is_right_and_what_is_wrong(self) -> None:
         worst = {verdict for _, verdict in self.verdicts}
         assert OK in worst, "give variables with which nothing is wrong"
         assert worst - {OK}, "give variables with which something is wrong"
         for variables, verdict in self.verdicts:
-            found = self.findings(variables)
-            assert found, f"nothing is reported with {dict(variables)}"
-            assert max((one.verdict for one in found), key=_GRAVITY.index) == verdict, f"with {dict(variables)}"
+            findings = self.findings(variables)
+            assert findings, f"nothing is reported with {dict(variables)}"
+            assert max((one.verdict for one in findings), key=_VERDICTS_BY_GRAVITY.index) == verdict, (
+                f"with {dict(variables)}"
+            )
 
     def test_each_finding_is_a_line_with_a_remedy_where_something_is_wrong(self) -> None:
         for variables, _ in self.verdicts:
             for finding in self.findings(variables):
                 assert isinstance(finding, Finding)
-                assert finding.verdict in _GRAVITY
-                for text in (finding.subject, finding.told):
+                assert finding.verdict in _VERDICTS_BY_GRAVITY
+                for text in (finding.subject, finding.message):
                     assert text.strip(), f"{finding} says nothing"
                     assert len(text.splitlines()) == 1, f"{finding} is a line of a table"
                 assert finding.remedy or finding.verdict == OK, f"{finding} does not say what to do"

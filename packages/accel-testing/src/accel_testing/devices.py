@@ -75,7 +75,7 @@ class DeviceSuite:
 
     def test_it_is_found_by_its_name(self, family: DeviceFamily) -> None:
         assert type(family_of(family.name)) is type(family)
-        assert any(found.name == family.name for found in families())
+        assert any(other.name == family.name for other in families())
 
     def test_present_does_not_change_the_environment(self, family: DeviceFamily) -> None:
         before = dict(os.environ)
@@ -132,7 +132,7 @@ class DeviceSuite:
         before = torch.get_rng_state()
         torch.rand(4, device=device)
         assert torch.equal(torch.get_rng_state(), before)
-        others = [found.spec.rng_key for found in families() if found.name != family.name]
+        others = [other.spec.rng_key for other in families() if other.name != family.name]
         assert family.spec.rng_key not in others
 
     def test_memory_is_counted(self, family: DeviceFamily, device: torch.device) -> None:
@@ -196,6 +196,6 @@ class DeviceSuite:
             family.distributed_backend()
         except NotOffered:
             pytest.skip("has no collectives")
-        if family.spec.priority < max(found.spec.priority for found in families() if found.present()):
+        if family.spec.priority < max(other.spec.priority for other in families() if other.present()):
             pytest.skip("another device would be taken")
         assert two.run(_gather_ranks, type(self).around) == [(family.name, [0.0, 1.0])] * 2

@@ -42,10 +42,10 @@ __all__ = ("REQUEST_BYTES", "ForkServer", "Forked", "Start", "main", "serve")
 REQUEST_BYTES = 1 << 20
 """Maximum size of a request in bytes: environment and path of a process, and names of modules."""
 
-_MOST_FILES = 64
+_MAX_FILES = 64
 """Maximum number of open files in a request."""
 
-_FREE_FILES = 500
+_FIRST_FREE_DESCRIPTOR = 500
 """Descriptors from this number on are not in use."""
 
 _ALWAYS_PRELOADED = (
@@ -60,7 +60,7 @@ _PRELOADED = ("torch.", "accel_")
 _NOT_PRELOADED = ("torch._inductor", "accel_testing.simulated_")
 """Modules that start threads, which are missing in forked processes, or that register a device with torch."""
 
-_STATUS = struct.Struct("i")
+_STATUS_STRUCT = struct.Struct("i")
 
 
 class Start(TypedDict):
@@ -108,10 +108,10 @@ class Forked:
         Raises:
             subprocess.TimeoutExpired: it still runs after `timeout` seconds.
         """
-        found = self._read(timeout)
-        if found is None:
+        code = self._read(timeout)
+        if code is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-        return found
+        return code
 
     def kill(self) -> None:
         """Send it SIGKILL, if it still runs."""
@@ -121,9 +121,9 @@ class Forked:
 
     def _read(self, timeout: float | None) -> int | None:
         if self._status is not None and select.select([self._status], [], [], timeout)[0]:
-            answer = self._status.read(_STATUS.size)
+            answer = self._status.read(_STATUS_STRUCT.size)
             # If there is no answer, the server itself was killed, and its processes with it.
-            self.returncode = _STATUS.unpack(answer)[0] if answer else -signal.SIGKILL
+            self.returncode = _STATUS_STRUCT.unpack(answer)[0] if answer else -signal.SIGKILL
             self._status.close()
             self._status = None
         return self.returncode
@@ -182,7 +182,7 @@ class ForkServer:
         with self._one_request:
             message = pickle.dumps((request, self._to_preload(modules)))
             self._socket.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
-            pid = _STATUS.unpack(self._socket.recv(_STATUS.size))[0]
+            pid = _STATUS_STRUCT.unpack(self._socket.recv(_STATUS_STRUCT.size))[0]
         os.close(theirs)
         return Forked(pid, status)
 
@@ -233,12 +233,12 @@ def main() -> None:
             for fd in files:
                 os.close(fd)
             children[pid] = status
-            requests.send(_STATUS.pack(pid))
+            requests.send(_STATUS_STRUCT.pack(pid))
 
 
 def _receive(requests: socket.socket) -> tuple[Any, Sequence[int]] | None:
     """A request and its descriptors, or None when the other end is closed."""
-    message, fds, _, _ = socket.recv_fds(requests, REQUEST_BYTES, _MOST_FILES)
+    message, fds, _, _ = socket.recv_fds(requests, REQUEST_BYTES, _MAX_FILES)
     return (pickle.loads(message), fds) if message else None
 
 
@@ -264,7 +264,7 @@ def _report_ended(children: dict[int, int]) -> None:
             return
         pipe = children.pop(pid)
         with contextlib.suppress(BrokenPipeError):
-            os.write(pipe, _STATUS.pack(os.waitstatus_to_exitcode(status)))
+            os.write(pipe, _STATUS_STRUCT.pack(os.waitstatus_to_exitcode(status)))
         os.close(pipe)
 
 
@@ -341,7 +341,7 @@ def _become_interpreter(start: Start, files: Sequence[int]) -> None:
     for number in start["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     os.setsid()
-    apart = [fcntl.fcntl(file, fcntl.F_DUPFD, _FREE_FILES) for file in files]
+    apart = [fcntl.fcntl(file, fcntl.F_DUPFD, _FIRST_FREE_DESCRIPTOR) for file in files]
     for fd in {0, 1, 2, *files}:
         os.close(fd)
     for file, number in zip(apart, start["files"], strict=True):
@@ -400,11 +400,11 @@ def _call(name: str, file: str, function: str, args: tuple[Any, ...], place: dic
     """The return value of a function, or the traceback of its error."""
     with fresh(launched=True):
         try:
-            found: Any = _module(name, file)
+            attribute: Any = _module(name, file)
             for part in function.split("."):
-                found = getattr(found, part)
+                attribute = getattr(attribute, part)
             publish(place)
-            return found(*args), None
+            return attribute(*args), None
         except BaseException:
             error = traceback.format_exc()
             _end_reducers()
@@ -420,10 +420,10 @@ def _end_reducers() -> None:
     parallel: Any = sys.modules.get("torch.nn.parallel.distributed")
     if parallel is None:
         return
-    for found in gc.get_objects():
-        if issubclass(type(found), parallel.DistributedDataParallel):
+    for item in gc.get_objects():
+        if issubclass(type(item), parallel.DistributedDataParallel):
             for name in ("logger", "reducer"):
-                vars(found).pop(name, None)
+                vars(item).pop(name, None)
 
 
 def _answer(answers: IO[bytes], value: Any, error: str | None) -> None:

@@ -36,7 +36,7 @@ LAUNCH_VARIABLES = frozenset(
 )
 """Variables in which launchers set ranks and world sizes."""
 
-_PREFIXES = ("ACCELERATE_", "ACCEL_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
+_VARIABLE_PREFIXES = ("ACCELERATE_", "ACCEL_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def fresh(launched: bool = False) -> Iterator[None]:
     restore = _keep()
     _end()
     for name in list(os.environ):
-        if name.startswith(_PREFIXES) or (not launched and name in LAUNCH_VARIABLES):
+        if name.startswith(_VARIABLE_PREFIXES) or (not launched and name in LAUNCH_VARIABLES):
             del os.environ[name]
     try:
         yield
@@ -101,8 +101,8 @@ def _keep_devices() -> Iterator[Callable[[], Any]]:
 
 def _is_open(family: Any) -> bool:
     """Whether the device is initialised; reading its generators would initialise it, and prevent forks."""
-    asked = getattr(family.module, "is_initialized", None)
-    return asked is None or bool(asked())
+    is_initialized = getattr(family.module, "is_initialized", None)
+    return is_initialized is None or bool(is_initialized())
 
 
 def _put_back(family: Any, state: Any) -> Callable[[], Any]:

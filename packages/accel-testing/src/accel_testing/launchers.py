@@ -151,14 +151,14 @@ class LauncherSuite:
 
     def alive(self, folder: Path) -> list[int]:
         """Ranks with running processes."""
-        found = []
+        ranks = []
         for rank in range(self.processes):
             with open(folder / f"lock{rank}", "w") as lock:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    found.append(rank)
-        return found
+                    ranks.append(rank)
+        return ranks
 
     def test_the_manifest_is_read_without_torch(self) -> None:
         """Manifest, settings and requirements load without torch."""
@@ -296,8 +296,8 @@ def make_request(
         SettingError: the settings select something that is not installed.
     """
     classes, environ = launch_classes(), environ or {}
-    known = {label(one): one for settings_class in classes for one in settings_of(settings_class).values()}
-    flags = {name: Given(value, known[name].flag or "run.yaml:1") for name, value in values.items()}
+    settings_by_label = {label(one): one for settings_class in classes for one in settings_of(settings_class).values()}
+    flags = {name: Given(value, settings_by_label[name].flag or "run.yaml:1") for name, value in values.items()}
     there = {name: Given(value, "run.yaml:2") for name, value in (file or {}).items()}
     settings = resolve_settings(classes, flags, environ, there)
     return decide(LaunchRequest(settings, script, Machine("python", 8, lambda: devices, environ), LOCAL))

@@ -36,9 +36,9 @@ from accel_testing.processes import fork_server_of
 
 __all__ = ("PreloadedPython",)
 
-_AT_START = str(Path(__file__).with_name("at_start"))
-_STATUS = struct.Struct("i")
-_MOST_FILES = 64
+_AT_START_FOLDER = str(Path(__file__).with_name("at_start"))
+_STATUS_STRUCT = struct.Struct("i")
+_MAX_FILES = 64
 
 
 class PreloadedPython:
@@ -59,9 +59,9 @@ class PreloadedPython:
         self._listening.bind(f"{self._folder}/socket")
         self._listening.listen(64)
         self._awake, self._wake = os.pipe()
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_AT_START, self._before["PYTHONPATH"])))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_AT_START_FOLDER, self._before["PYTHONPATH"])))
         # Tests also pass on the paths of this process.
-        sys.path.insert(0, _AT_START)
+        sys.path.insert(0, _AT_START_FOLDER)
         os.environ["PRELOADED_PYTHON"] = f"{self._folder}/socket|{sys.prefix}"
         self._start_thread(self._listen)
         return self
@@ -72,7 +72,7 @@ class PreloadedPython:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        sys.path.remove(_AT_START)
+        sys.path.remove(_AT_START_FOLDER)
         os.close(self._wake)
         # The first one starts the others.
         while self._threads:
@@ -98,7 +98,7 @@ class PreloadedPython:
     def _serve(self, connection: socket.socket) -> None:
         """Fork the process of an interpreter, and wait until one of the two has ended."""
         with connection:
-            message, files, _, _ = socket.recv_fds(connection, REQUEST_BYTES, _MOST_FILES)
+            message, files, _, _ = socket.recv_fds(connection, REQUEST_BYTES, _MAX_FILES)
             if not message:
                 return
             start: Start = pickle.loads(message)
@@ -112,17 +112,17 @@ class PreloadedPython:
     def _accompany(self, connection: socket.socket, forked: Forked) -> None:
         while forked.poll() is None:
             ready, _, _ = select.select([connection.fileno(), forked.fileno(), self._awake], [], [])
-            if connection.fileno() in ready and (asked := connection.recv(_STATUS.size)):
+            if connection.fileno() in ready and (request := connection.recv(_STATUS_STRUCT.size)):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(forked.pid, _STATUS.unpack(asked)[0])
+                    os.kill(forked.pid, _STATUS_STRUCT.unpack(request)[0])
             elif forked.fileno() not in ready:
                 # The interpreter was killed, or the tests end: no process of the script may remain.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(forked.pid, signal.SIGKILL)
                 forked.wait()
         with contextlib.suppress(OSError):
-            connection.send(_STATUS.pack(forked.wait()))
+            connection.send(_STATUS_STRUCT.pack(forked.wait()))
             # Closing the connection while it contains a late signal would discard the answer.
             while connection.fileno() in select.select([connection.fileno(), self._awake], [], [])[0]:
-                if not connection.recv(_STATUS.size):
+                if not connection.recv(_STATUS_STRUCT.size):
                     return

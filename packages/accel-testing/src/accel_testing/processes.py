@@ -53,11 +53,11 @@ __all__ = (
     "run_command",
 )
 
-_GRACE = 5.0
-_END = 60.0
+_GRACE_S = 5.0
+_KILL_TIMEOUT_S = 60.0
 """Seconds within which a killed process ends, even on a busy machine."""
 
-_NO_NAME_SERVER = {"RES_OPTIONS": "attempts:0"}
+_NO_NAME_SERVER_VARIABLES = {"RES_OPTIONS": "attempts:0"}
 """Prevents the C library from querying a name server.
 
 torch resolves the name of every peer, and if an answer is lost, the process waits for five seconds. Names that the
@@ -165,7 +165,14 @@ class Processes:
         timeout: float | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> list[RankOutcome]:
-        """Like `run`, but returns failures instead of raising."""
+        """Call a function on every rank, and return what happened on each, also where it raised, died or hung.
+
+        Args:
+            function: a module-level function; the processes import it by its file and name.
+            args: its arguments, pickled.
+            timeout: timeout in seconds; by default that of the group.
+            environment: variables to set during the call.
+        """
         if any(member.process.poll() is not None for member in self._members):
             self.close()
         if not self._members:
@@ -176,10 +183,10 @@ class Processes:
         for member in self._members:
             member.send(call)
         deadline = time.monotonic() + (timeout or self.timeout)
-        found = [member.receive(deadline) for member in self._members]
-        if any(outcome.hung or outcome.exitcode is not None for outcome in found):
+        results = [member.receive(deadline) for member in self._members]
+        if any(outcome.hung or outcome.exitcode is not None for outcome in results):
             self.close()
-        return found
+        return results
 
     def _start(self) -> None:
         try:
@@ -244,7 +251,7 @@ class _Member:
             return RankOutcome(self.rank, value, error, output=self._printed())
         if self._reader.is_alive():
             return RankOutcome(self.rank, output=self._printed(), hung=True)
-        return RankOutcome(self.rank, exitcode=self.process.wait(_END), output=self._printed())
+        return RankOutcome(self.rank, exitcode=self.process.wait(_KILL_TIMEOUT_S), output=self._printed())
 
     def _printed(self) -> str:
         self.output.seek(self._seen)
@@ -265,11 +272,11 @@ class _Member:
 
     def end(self) -> None:
         try:
-            self.process.wait(_GRACE if self._idle() else 0)
+            self.process.wait(_GRACE_S if self._idle() else 0)
         except subprocess.TimeoutExpired:
             _kill(self.process)
         if self._reader is not None:
-            self._reader.join(_GRACE)
+            self._reader.join(_GRACE_S)
         self._answers.close()
         self.output.close()
 
@@ -360,7 +367,7 @@ def _environment(rank: int, count: int) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback()),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        **_NO_NAME_SERVER,
+        **_NO_NAME_SERVER_VARIABLES,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
 
@@ -378,7 +385,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_END)
+        process.wait(_KILL_TIMEOUT_S)
     _kill(process)
 
 
@@ -387,13 +394,13 @@ def _kill(process: Forked | subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         process.kill()
-    process.wait(_END)
+    process.wait(_KILL_TIMEOUT_S)
 
 
 _PORTS: Final = (20000, 31999)
 """Ports below those that operating systems assign to connections, which may be in use a moment later."""
 
-_TRIES: Final = 1000
+_MAX_TRIES: Final = 1000
 _random: Final = random.SystemRandom()
 
 
@@ -410,7 +417,7 @@ class ReservedPort:
             OSError: there is no free port.
         """
         self.release()
-        for _ in range(_TRIES):
+        for _ in range(_MAX_TRIES):
             port = _random.randint(*_PORTS)
             if self._take(port) and _can_be_listened_on(port):
                 return port

@@ -49,10 +49,10 @@ def check_public_names(package: str) -> None:
 def _imported_for_type_checkers(module: ModuleType) -> dict[str, tuple[str, str]]:
     """The names that type checkers see, each with its module and its name there."""
     stub = ast.parse(Path(str(module.__file__)).with_suffix(".pyi").read_text(encoding="utf-8"))
-    found = {}
+    origins = {}
     for statement in stub.body:
         if isinstance(statement, ast.ImportFrom) and statement.module is not None:
             for alias in statement.names:
                 names = importlib.import_module(statement.module).__all__ if alias.name == "*" else [alias.name]
-                found.update({alias.asname or name: (statement.module, name) for name in names})
-    return found
+                origins.update({alias.asname or name: (statement.module, name) for name in names})
+    return origins

@@ -29,7 +29,9 @@ __all__ = ("BACKEND", "NAME", "POSSIBLE", "DeviceModule", "SimulatedGroup", "Sim
 NAME: Final = "simulated"
 """Type of the device."""
 
-_CROSSING: Final = frozenset({"aten::copy_", "aten::_copy_from", "aten::_to_copy", "aten::index", "aten::index_put_"})
+_CROSSING_OPERATIONS: Final = frozenset(
+    {"aten::copy_", "aten::_copy_from", "aten::_to_copy", "aten::index", "aten::index_put_"}
+)
 """Operations that a device allows between its own tensors and those of the CPU."""
 
 
@@ -66,7 +68,7 @@ class OnlyStream:
         """Does nothing: every operation has ended when its call returns."""
 
 
-_STREAM: Final = OnlyStream()
+_ONLY_STREAM: Final = OnlyStream()
 
 
 class DeviceModule:
@@ -106,7 +108,7 @@ class DeviceModule:
         """Does nothing: every operation has ended when its call returns."""
 
     def current_stream(self, device: torch.device | int | None = None) -> OnlyStream:
-        return _STREAM
+        return _ONLY_STREAM
 
     def stream(self, stream: OnlyStream) -> contextlib.AbstractContextManager[None]:
         """A context in which operations are queued on this stream."""
@@ -207,11 +209,11 @@ def _allocation(raw: torch.Tensor, index: int) -> _Allocation:
     if index >= MODULE.device_count():
         raise RuntimeError(f"There is no device {NAME}:{index}; there are {MODULE.device_count()}.")
     storage = raw.untyped_storage()
-    known = MODULE.allocations.get(storage.data_ptr())
-    if known is None:
-        known = _Allocation(MODULE.memories[index], storage.nbytes())
-        MODULE.allocations[storage.data_ptr()] = known
-    return known
+    allocation = MODULE.allocations.get(storage.data_ptr())
+    if allocation is None:
+        allocation = _Allocation(MODULE.memories[index], storage.nbytes())
+        MODULE.allocations[storage.data_ptr()] = allocation
+    return allocation
 
 
 def run(operation: Any, args: Any, kwargs: Any) -> Any:
@@ -235,8 +237,8 @@ def run(operation: Any, args: Any, kwargs: Any) -> Any:
         return result
 
     def wrap(raw: torch.Tensor) -> torch.Tensor:
-        known = ours.get(id(raw))
-        return SimulatedTensor(raw, index) if known is None else known
+        wrapped = ours.get(id(raw))
+        return SimulatedTensor(raw, index) if wrapped is None else wrapped
 
     return pytree.tree_map_only(torch.Tensor, wrap, result)
 
@@ -244,7 +246,7 @@ def run(operation: Any, args: Any, kwargs: Any) -> Any:
 def _check_places(operation: Any, tensors: list[torch.Tensor]) -> None:
     """Refuse tensors on different devices, as a real device does; a CPU tensor with one element counts as a number."""
     places = {str(tensor.device) for tensor in tensors if tensor.dim() > 0}
-    if len(places) > 1 and operation._schema.name not in _CROSSING:
+    if len(places) > 1 and operation._schema.name not in _CROSSING_OPERATIONS:
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but found at least two devices, "
             f"{' and '.join(sorted(places))}! ({operation._schema.name})"
@@ -276,7 +278,7 @@ def _drawing_from(index: int) -> Iterator[None]:
 BACKEND: Final = "simulated_ccl"
 """Name of the backend."""
 
-_SAME: Final = (
+_SAME_COLLECTIVES: Final = (
     "_allgather_base",
     "_reduce_scatter_base",
     "allgather",
@@ -294,7 +296,7 @@ _SAME: Final = (
     "scatter",
     "send",
 )
-_RENAMED: Final = {
+_RENAMED_COLLECTIVES: Final = {
     "all_gather_single": "_allgather_base",
     "all_to_all_single": "alltoall_base",
     "reduce_scatter_single": "_reduce_scatter_base",
@@ -348,9 +350,9 @@ def _over_gloo(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in _SAME:
+for _name in _SAME_COLLECTIVES:
     setattr(SimulatedGroup, _name, _over_gloo(_name))
-for _name, _older in _RENAMED.items():
+for _name, _older in _RENAMED_COLLECTIVES.items():
     setattr(SimulatedGroup, _name, _over_gloo(_older))
 
 
@@ -380,7 +382,7 @@ _COLLECTIVES: Final[dict[str, Callable[..., torch.Tensor]]] = {
 }
 """The collectives of DTensors, on the wrapped CPU tensors."""
 
-_FACTORIES: Final = (
+_FACTORY_OPERATIONS: Final = (
     "empty.memory_format",
     "empty_strided",
     "arange",
@@ -394,7 +396,7 @@ _FACTORIES: Final = (
 )
 """Operations that create a tensor and that torch does not compose from others without resizing."""
 
-_AUTOCAST: Final = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "conv1d", "conv2d", "conv3d")
+_AUTOCAST_OPERATIONS: Final = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "conv1d", "conv2d", "conv3d")
 """Operations that run in the lower precision under autocast."""
 
 
@@ -432,11 +434,11 @@ def _register() -> tuple[Any, ...]:
     library: Any = torch.library.Library
     backend_registration._setup_privateuseone_for_python_backend(NAME, MODULE)
     kernels, fallback = library("aten", "IMPL"), library("_", "IMPL")
-    for name in _FACTORIES:
+    for name in _FACTORY_OPERATIONS:
         packet, _, overload = name.partition(".")
         kernels.impl(name, _make(getattr(getattr(torch.ops.aten, packet), overload or "default")), "PrivateUse1")
     kernels.impl("_copy_from", _copy_from, "PrivateUse1")
-    for name in _AUTOCAST:
+    for name in _AUTOCAST_OPERATIONS:
         kernels.impl(name, _cast(getattr(torch.ops.aten, name)), "AutocastPrivateUse1")
     fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     dist.Backend.register_backend(BACKEND, SimulatedGroup, devices=[NAME])

@@ -30,11 +30,11 @@ __all__ = ("StoreSuite",)
 T = TypeVar("T")
 
 _DEADLINE_S = 60.0
-_THREADS = 8
+_THREAD_COUNT = 8
 _DAY_S = 86400.0
 _LARGE_BYTES = (8 << 20) + 3
 """More than stores send in one part."""
-_NAMES = ("a", "folder/b.bin", "folder/inner/c.safetensors", "folder/with space+plus=%20,ä#1.bin")
+_FILE_NAMES = ("a", "folder/b.bin", "folder/inner/c.safetensors", "folder/with space+plus=%20,ä#1.bin")
 
 
 class StoreSuite:
@@ -95,12 +95,12 @@ class StoreSuite:
 
     def test_all_names_can_be_written_listed_read_and_removed(self, url: str, tmp_path: Path) -> None:
         store = self.open(url)
-        for name in _NAMES:
+        for name in _FILE_NAMES:
             store.write(name, _file(tmp_path, name.encode()))
             store.create(f"created/{name}", name.encode())
-        expected = {f"{folder}{name}": len(name.encode()) for name in _NAMES for folder in ("", "created/")}
+        expected = {f"{folder}{name}": len(name.encode()) for name in _FILE_NAMES for folder in ("", "created/")}
         assert _listed(self.open(url)) == expected
-        for name in _NAMES:
+        for name in _FILE_NAMES:
             for stored in (name, f"created/{name}"):
                 assert self.open(url).read(stored, 0, expected[stored]) == name.encode()
         store.remove(list(expected))
@@ -168,7 +168,7 @@ class StoreSuite:
         assert store.read("created", 0, 5) == b"again"
 
     def test_one_of_many_that_create_a_name_at_once_succeeds(self, url: str) -> None:
-        together = threading.Barrier(_THREADS)
+        together = threading.Barrier(_THREAD_COUNT)
 
         def create(number: int) -> bool:
             store = self.open(url)
@@ -179,8 +179,8 @@ class StoreSuite:
                 return False
             return True
 
-        succeeded = _at_once(create, range(_THREADS))
-        assert sum(succeeded) == 1, f"{sum(succeeded)} of {_THREADS} that created one name at once succeeded"
+        succeeded = _at_once(create, range(_THREAD_COUNT))
+        assert sum(succeeded) == 1, f"{sum(succeeded)} of {_THREAD_COUNT} that created one name at once succeeded"
         assert self.open(url).read("folder/name", 0, 1) == b"%d" % succeeded.index(True)
 
     # ---------------------------------------------------------------- listing and removing
@@ -247,8 +247,8 @@ class StoreSuite:
 
     def test_threads_use_one_store_at_once(self, url: str, tmp_path: Path) -> None:
         store = self.open(url)
-        sources = [_file(tmp_path, b"%d" % number * 1000) for number in range(_THREADS)]
-        together = threading.Barrier(_THREADS)
+        sources = [_file(tmp_path, b"%d" % number * 1000) for number in range(_THREAD_COUNT)]
+        together = threading.Barrier(_THREAD_COUNT)
 
         def use(number: int) -> bytes:
             together.wait(_DEADLINE_S)
@@ -256,9 +256,9 @@ class StoreSuite:
             store.create(f"folder/{number}.json", b"%d" % number)
             return store.read(f"folder/{number}", 0, 1000)
 
-        assert _at_once(use, range(_THREADS)) == [b"%d" % number * 1000 for number in range(_THREADS)]
+        assert _at_once(use, range(_THREAD_COUNT)) == [b"%d" % number * 1000 for number in range(_THREAD_COUNT)]
         sizes = (("", 1000), (".json", 1))
-        expected = {f"folder/{number}{suffix}": size for number in range(_THREADS) for suffix, size in sizes}
+        expected = {f"folder/{number}{suffix}": size for number in range(_THREAD_COUNT) for suffix, size in sizes}
         assert _listed(store) == expected
 
 
@@ -276,5 +276,5 @@ def _file(folder: Path, content: bytes) -> Path:
 
 def _at_once(work: Callable[..., T], arguments: Sequence[object]) -> list[T]:
     """The results of calls in several threads, in order."""
-    with ThreadPoolExecutor(_THREADS) as pool:
+    with ThreadPoolExecutor(_THREAD_COUNT) as pool:
         return list(pool.map(work, arguments))

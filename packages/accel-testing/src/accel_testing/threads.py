@@ -37,7 +37,7 @@ __all__ = ("run_as_threads",)
 
 T = TypeVar("T")
 
-_WAKING: Final = 5.0
+_WAKE_TIMEOUT_S: Final = 5.0
 """Seconds within which ranks that wait in a collective end after another rank has failed or at the timeout."""
 
 _one_world = threading.Lock()
@@ -132,7 +132,7 @@ class _World:
         }
         if hung:
             _wake()
-            until = time.monotonic() + _WAKING
+            until = time.monotonic() + _WAKE_TIMEOUT_S
             for thread in self._threads:
                 thread.join(max(0.0, until - time.monotonic()))
         ended = enumerate(self._outcomes)

@@ -32,11 +32,11 @@ __all__ = ("Curves", "TrackerSuite", "leveldb_records")
 Curves = Mapping[str, Sequence[tuple[float, float]]]
 """Metric name to its points (step, value)."""
 
-_LOGGED: Curves = {"loss": [(1, 0.5), (2, 0.25)], "accuracy": [(1, 1.0), (2, 3.0)], "eval/loss": [(2, 0.75)]}
+_LOGGED_CURVES: Curves = {"loss": [(1, 0.5), (2, 0.25)], "accuracy": [(1, 1.0), (2, 3.0)], "eval/loss": [(2, 0.75)]}
 
-_LIBRARY_HEADER = 7
-_BLOCK = 32 * 1024
-_RECORD_HEADER = 7
+_LOG_HEADER_BYTES = 7
+_BLOCK_BYTES = 32 * 1024
+_RECORD_HEADER_BYTES = 7
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
@@ -86,7 +86,7 @@ class TrackerSuite:
 
     def test_an_entry_point_has_its_name(self) -> None:
         target = f"{self.tracker_class.__module__}:{self.tracker_class.__qualname__}"
-        names = [found.name for found in plugins_of("accel.trackers") if found.target == target]
+        names = [plugin.name for plugin in plugins_of("accel.trackers") if plugin.target == target]
         assert names == [self.tracker_class.name]
 
     def test_its_module_imports_neither_the_library_nor_torch(self) -> None:
@@ -122,7 +122,7 @@ class TrackerSuite:
         tracker.log({"loss": _Scalar(0.25), "accuracy": 3, "eval": {"loss": 0.75}}, step=2)
         assert tracker.tracker is not None  # type: ignore[attr-defined]
         tracker.finish()
-        expected = {name.replace("/", self.separator): list(points) for name, points in _LOGGED.items()}
+        expected = {name.replace("/", self.separator): list(points) for name, points in _LOGGED_CURVES.items()}
         stored = self.read(tmp_path, tracker)
         assert {name: list(stored[name]) for name in expected} == expected
         config = self.read_config(tmp_path, tracker)
@@ -207,15 +207,15 @@ def leveldb_records(path: Path) -> Iterator[bytes]:
     of seven bytes: blocks of 32 KiB with records, each with checksum, length and type. A message may span records.
     """
     content = path.read_bytes()
-    position = _LIBRARY_HEADER
+    position = _LOG_HEADER_BYTES
     message = b""
-    while position + _RECORD_HEADER <= len(content):
-        if _BLOCK - position % _BLOCK < _RECORD_HEADER:
-            position += _BLOCK - position % _BLOCK
+    while position + _RECORD_HEADER_BYTES <= len(content):
+        if _BLOCK_BYTES - position % _BLOCK_BYTES < _RECORD_HEADER_BYTES:
+            position += _BLOCK_BYTES - position % _BLOCK_BYTES
             continue
         length = int.from_bytes(content[position + 4 : position + 6], "little")
         kind = content[position + 6]
-        position += _RECORD_HEADER
+        position += _RECORD_HEADER_BYTES
         message = (message if kind in (_MIDDLE, _LAST) else b"") + content[position : position + length]
         position += length
         if kind in (_FULL, _LAST):

@@ -127,4 +127,4 @@ def _rows(number: int, loader: Any) -> list[list[Any]]:
     if not hasattr(dataset, "mixture_state") or progress is None or progress.samples is None:
         return []
     counts = dataset.counts(progress.samples, progress.epoch)
-    return [[number, name, one.samples, one.epochs, one.asked, one.given] for name, one in counts.items()]
+    return [[number, name, one.samples, one.epochs, one.target_share, one.share] for name, one in counts.items()]

@@ -25,7 +25,7 @@ from accel_state.kwargs import InitProcessGroupKwargs, KwargsHandler
 from accel_state.process import PartialState
 from accel_state.run_state import (
     AcceleratorState,
-    check_given,
+    check_options,
     precision_name,
 )
 from accel_state.settings.environ import REPEATED_RUN
@@ -157,7 +157,7 @@ def start_run(options: Options, hooks: Sequence[Hook] = ()) -> tuple[Accelerator
         "parallelism_config": options.parallelism_config,
         **options.backends,
     }
-    check_given(arguments)
+    check_options(arguments)
     run = current.run_or_none()
     if run is not None and isinstance(run.strategy, Strategy):
         _check_handlers(options, run)
@@ -191,7 +191,9 @@ def _check_handlers(options: Options, run: Run) -> None:
         if handler is of_backend:
             before = run.strategy.config
         elif isinstance(handler, settings_classes(run.mixed_precision)):
-            before = next((one for one in run.given.get(_HANDLERS, ()) if type(one) is type(handler)), type(handler)())
+            before = next(
+                (one for one in run.options.get(_HANDLERS, ()) if type(one) is type(handler)), type(handler)()
+            )
         else:
             continue
         if handler != before:

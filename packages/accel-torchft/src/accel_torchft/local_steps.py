@@ -40,7 +40,7 @@ __all__ = (
     "LocalSteps",
 )
 
-_FIELDS = ("local_steps", "members", "outer_optimizer", "round")
+_STATE_FIELDS = ("local_steps", "members", "outer_optimizer", "round")
 
 
 class LocalSteps(Replicated):
@@ -220,9 +220,9 @@ class LocalSteps(Replicated):
         }
 
     def load_extra_state(self, state: Mapping[str, Any], models: Sequence[Module], optimizers: Sequence[Any]) -> None:
-        inherited = {name: value for name, value in state.items() if name not in _FIELDS}
+        inherited = {name: value for name, value in state.items() if name not in _STATE_FIELDS}
         super().load_extra_state(inherited, models, optimizers)
-        self._resumed = {name: state[name] for name in _FIELDS}
+        self._resumed = {name: state[name] for name in _STATE_FIELDS}
         self._members = None
         if self._engine is not None:
             self._begin_round()

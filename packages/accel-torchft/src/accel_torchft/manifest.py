@@ -27,7 +27,7 @@ NEEDED: Final = Requirement("torchft", versions=">=0.2")
 """The engine."""
 
 # A step is committed once for all optimizers of a process.
-_WHOLE: Final = Capabilities(
+_WHOLE_MODEL_CAPABILITIES: Final = Capabilities(
     join=False,
     average_parameters=False,
     unused_parameters=False,
@@ -35,7 +35,7 @@ _WHOLE: Final = Capabilities(
     partial_gradients=False,
     elastic=True,
 )
-_SHARDED: Final = _WHOLE._replace(
+_SHARDED_CAPABILITIES: Final = _WHOLE_MODEL_CAPABILITIES._replace(
     local_passes=False, collective_save=True, per_parameter_sharding=True, distributed_models=True
 )
 
@@ -47,7 +47,7 @@ def _whole(name: str, strategy: str, equal_replicas: bool) -> Manifest:
         strategy=strategy,
         config="accel_torchft.config:TorchFTConfig",
         requires=(NEEDED,),
-        capabilities=_WHOLE._replace(equal_replicas=equal_replicas),
+        capabilities=_WHOLE_MODEL_CAPABILITIES._replace(equal_replicas=equal_replicas),
         tier=1,
         protocol=3,
     )
@@ -62,7 +62,7 @@ def _sharded(name: str, strategy: str, equal_replicas: bool) -> Manifest:
         requires=(NEEDED,),
         together=frozenset({ObjectKind.MODEL}),
         axes=frozenset({Axis.SHARD}),
-        capabilities=_SHARDED._replace(equal_replicas=equal_replicas),
+        capabilities=_SHARDED_CAPABILITIES._replace(equal_replicas=equal_replicas),
         settings={"fsdp_version": 2},
         tier=1,
         protocol=3,

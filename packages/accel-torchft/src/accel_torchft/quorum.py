@@ -207,7 +207,7 @@ class Quorum:
 
     @property
     def manager(self) -> Manager:
-        """torchft's manager."""
+        """The manager of torchft, which starts quorums and reduces between replicas."""
         return self._manager
 
     @property

@@ -48,7 +48,7 @@ class ReplicaState:
 
     @property
     def models(self) -> list[Module]:
-        """Prepared models."""
+        """The prepared models that still exist."""
         return _living(self._models)
 
     @property

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ("OneProcess", "Replicated", "TorchFTFSDP2Strategy", "TorchFTStrategy", "refuse_closure")
 
-_MIB = 2**20
+_BYTES_PER_MIB = 2**20
 
 
 class Replicated(Strategy):
@@ -54,7 +54,7 @@ class Replicated(Strategy):
 
     @cached_property
     def replicas(self) -> TorchFTConfig:
-        """Settings of the replicas."""
+        """The settings of the replicas: from the argument, or from the variables that the launcher set."""
         if isinstance(self.config, TorchFTConfig):
             return self.config
         # `config` belongs to the strategy inside a replica; the launcher passes the replicas' settings as variables.
@@ -131,7 +131,9 @@ class Replicated(Strategy):
             return
         self._close_buckets()
         assert self._quorum is not None
-        self._buckets = GradientBuckets(trained, self.replicas.bucket_mb * _MIB, self._quorum.average, self._leaves)
+        self._buckets = GradientBuckets(
+            trained, self.replicas.bucket_mb * _BYTES_PER_MIB, self._quorum.average, self._leaves
+        )
 
     def _leaves(self) -> bool:
         """Whether backward may send buckets: there are several replicas, and this is the last batch of a step."""

@@ -87,21 +87,21 @@ def plot_run(run: RunRecord, path: Path) -> None:
         Missing: matplotlib is not installed.
         SettingError: another suffix, a run without numbers, or a path that cannot be written.
     """
-    failed = f"Cannot draw the curves of the run {run.name!r} in {str(path)!r}."
-    MATPLOTLIB.demand(failed)
+    failure = f"Cannot draw the curves of the run {run.name!r} in {str(path)!r}."
+    MATPLOTLIB.demand(failure)
     suffix = path.suffix.lower()
     if suffix not in (*_IMAGE_SUFFIXES, ".html"):
         raise SettingError(
-            failed, f"The format {suffix!r} is unknown.", f"Use one of {', '.join(_IMAGE_SUFFIXES)}, .html."
+            failure, f"The format {suffix!r} is unknown.", f"Use one of {', '.join(_IMAGE_SUFFIXES)}, .html."
         )
     if not run.curves():
-        raise SettingError(failed, "The run has no numbers.", "Log some: tracker.log({'loss': ...}, step=...).")
+        raise SettingError(failure, "The run has no numbers.", "Log some: tracker.log({'loss': ...}, step=...).")
     image = io.BytesIO()
     _figure(run).savefig(image, format="png" if suffix == ".html" else suffix[1:], dpi=120)
     try:
         path.write_bytes(_page(run, image.getvalue()) if suffix == ".html" else image.getvalue())
     except OSError as error:
-        raise SettingError(failed, f"The system cannot write it: {error}.", "Choose another --output.") from error
+        raise SettingError(failure, f"The system cannot write it: {error}.", "Choose another --output.") from error
 
 
 def _figure(run: RunRecord) -> Any:

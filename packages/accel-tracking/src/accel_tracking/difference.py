@@ -21,17 +21,17 @@ from accel_tracking.trackers.jsonl import read_run
 
 __all__ = ("DifferingValue", "RunDifference", "differences_of")
 
-_ORDER: Final = (
+_PARTS_IN_ORDER: Final = (
     *("code", "command", "settings", "hyperparameters", "seeds", "packages", "data", "world", "devices"),
     *("environment", "attempts", "metrics"),
 )
 """Parts, from the most telling to the least; metrics are what the others explain."""
 
-_NOT_COMPARED: Final = re.compile(
+_IGNORED_KEYS: Final = re.compile(
     r"code\.(repository|script|difference|difference_bytes|untracked_files|unknown)|command\.(folder|python)"
     r"|packages\.python_executable"
 )
-_OF_TIME: Final = re.compile(
+_TIME_METRIC: Final = re.compile(
     r"(?:^|[^a-z])(?:time|times|seconds|secs?|duration|elapsed|runtime|eta|ms)(?:$|[^a-z])|per_?(?:second|sec)(?:$|[^a-z])",
     re.IGNORECASE,
 )
@@ -108,7 +108,7 @@ def differences_of(one: str, other: str, only_common_steps: bool = False) -> Run
     ]
     rows = [row for row in rows if not _follows(row, rows)]
     metrics, timed, steps = _metrics([record["folder"] for record in records], only_common_steps)
-    rank = {part: position for position, part in enumerate(_ORDER)}
+    rank = {part: position for position, part in enumerate(_PARTS_IN_ORDER)}
     rows = sorted((*rows, *metrics), key=lambda row: (rank[row.key.partition(".")[0]], row.key.endswith(".source")))
     return RunDifference((records[0]["folder"], records[1]["folder"]), tuple(rows), timed, steps)
 
@@ -124,14 +124,14 @@ def _facts(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     own, started = own_folders(record), folder_pattern(str(record["command"].get("folder") or ""))
     settings = {name: entry.get("value") for name, entry in record["settings"].items()}
     sources = {f"{name}.source": entry.get("source") for name, entry in record["settings"].items()}
-    parts = {name: record[name] for name in _ORDER if name in record and name not in ("settings", "attempts")}
+    parts = {name: record[name] for name in _PARTS_IN_ORDER if name in record and name not in ("settings", "attempts")}
     hyperparameters: Mapping[str, Any] = {}
     with suppress(SettingError, NotFound):
         hyperparameters = read_run(record["folder"]).config
     for part, content in {**parts, "hyperparameters": hyperparameters}.items():
         for key, value in leaves_by_key(content, part).items():
             # A list of words is compared as one value.
-            if not _NOT_COMPARED.fullmatch(key) and not key.startswith("command.words."):
+            if not _IGNORED_KEYS.fullmatch(key) and not key.startswith("command.words."):
                 yield key, _without_folders(value, own, started)
     yield "command.words", [_without_folders(word, own, started) for word in record["command"].get("words", [])][1:]
     for name, value in {**settings, **sources}.items():
@@ -158,7 +158,7 @@ def _metrics(folders: Sequence[str], common: bool) -> tuple[list[DifferingValue]
             points = read_run(folder).curves()
         curves.append({name: dict(values) for name, values in points.items()})
     names = sorted({*curves[0], *curves[1]})
-    timed = tuple(name for name in names if _OF_TIME.search(name))
+    timed = tuple(name for name in names if _TIME_METRIC.search(name))
     rows, compared = [], set()
     for name in names:
         first, second = curves[0].get(name, {}), curves[1].get(name, {})

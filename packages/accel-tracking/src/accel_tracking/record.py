@@ -44,12 +44,12 @@ RECORD: Final = "run.json"
 
 FORMAT: Final = 1
 
-_PARTS: Final = ("code", "command", "settings", "packages", "devices", "world", "seeds", "environment")
-_MOST_BYTES: Final = 16 * 2**20
-_MOST_ATTEMPTS: Final = 1000
-_SHAPE: Final = record(
+_RECORD_PARTS: Final = ("code", "command", "settings", "packages", "devices", "world", "seeds", "environment")
+_MAX_RECORD_BYTES: Final = 16 * 2**20
+_MAX_ATTEMPTS: Final = 1000
+_RECORD_SHAPE: Final = record(
     {
-        **dict.fromkeys(_PARTS, dict_of(anything)),
+        **dict.fromkeys(_RECORD_PARTS, dict_of(anything)),
         "format": number(1, 1),
         "data": list_of(dict_of(anything)),
         "attempts": list_of(dict_of(anything)),
@@ -79,9 +79,11 @@ def write_run_record(folder: str | os.PathLike[str], content: Mapping[str, Any],
         kept = [one for one in attempts if one.get("id") != attempt["id"]]
         own = next((one for one in attempts if one.get("id") == attempt["id"]), None)
         # A later write of the same start compares with itself; the first one has compared with the start before.
-        changed = own["changed"] if own else [key for key in _PARTS if kept and before.get(key) != hidden.get(key)]
+        changed = (
+            own["changed"] if own else [key for key in _RECORD_PARTS if kept and before.get(key) != hidden.get(key)]
+        )
         entry = {**redact(attempt), "changed": changed}
-        text = json.dumps({"format": FORMAT, **hidden, "attempts": [*kept[-_MOST_ATTEMPTS:], entry]}, indent=1)
+        text = json.dumps({"format": FORMAT, **hidden, "attempts": [*kept[-_MAX_ATTEMPTS:], entry]}, indent=1)
         partial = path.with_name(f".{RECORD}.{os.getpid()}")
         try:
             partial.write_text(text, encoding="utf-8")
@@ -98,18 +100,18 @@ def _without_known(content: Mapping[str, Any]) -> str:
     """The record as JSON. A secret of the environment may stand anywhere in it without its name."""
     text = json.dumps(content, default=str)
     for name, value in os.environ.items():
-        if len(value) >= _SHORTEST_SECRET and is_secret(name, value) and not os.path.exists(value):
+        if len(value) >= _MIN_SECRET_CHARACTERS and is_secret(name, value) and not os.path.exists(value):
             text = text.replace(json.dumps(value)[1:-1], HIDDEN)
     return text
 
 
-_SHORTEST_SECRET: Final = 8
+_MIN_SECRET_CHARACTERS: Final = 8
 
 
 def _earlier(path: Path) -> dict[str, Any]:
     """The record that is there; empty if there is none that can be read."""
     try:
-        earlier: dict[str, Any] = parse_json(read_limited(path, _MOST_BYTES), _SHAPE)
+        earlier: dict[str, Any] = parse_json(read_limited(path, _MAX_RECORD_BYTES), _RECORD_SHAPE)
     except (OSError, ValueError):
         return {}
     return earlier
@@ -135,13 +137,13 @@ def describe_command(words: Sequence[str], folder: str, launched: bool) -> dict[
     return {"words": redact_arguments(words), "folder": folder, "launched": launched, "python": sys.executable}
 
 
-_GIT_SECONDS: Final = 10.0
+_GIT_TIMEOUT_S: Final = 10.0
 """Longest time of all commands of git together."""
 
-_MOST_DIFFERENCE: Final = 100_000
-_MOST_HASHED: Final = 64 * 2**20
-_MOST_UNTRACKED: Final = 200
-_LARGEST_SOURCE: Final = 2**20
+_MAX_DIFFERENCE_BYTES: Final = 100_000
+_MAX_HASHED_BYTES: Final = 64 * 2**20
+_MAX_UNTRACKED_FILES: Final = 200
+_MAX_SOURCE_BYTES: Final = 2**20
 
 
 def describe_code(script: str) -> dict[str, Any]:
@@ -151,20 +153,20 @@ def describe_code(script: str) -> dict[str, Any]:
         script: path of the script; the working folder counts if the script is in no repository.
     """
     place = Path(script).resolve()
-    found: dict[str, Any] = {"script": str(place) if script else "", "script_sha256": _hash(place)}
+    described: dict[str, Any] = {"script": str(place) if script else "", "script_sha256": _hash(place)}
     git, top = _Git(""), ""
     for folder in dict.fromkeys((place.parent if place.is_file() else Path.cwd(), Path.cwd())):
         git.folder = str(folder)
         top = top or git.text("rev-parse", "--show-toplevel")
     if not top:
-        return {**found, "repository": "", "unknown": git.problem}
+        return {**described, "repository": "", "unknown": git.problem}
     git.folder = top
     difference, size, digest = git.output(
         "diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color", "--submodule=diff"
     )
     names = [name for name in git.text("ls-files", "--others", "--exclude-standard", "-z").split("\0") if name]
     return {
-        **found,
+        **described,
         "repository": top,
         "revision": git.text("rev-parse", "HEAD"),
         "branch": git.text("symbolic-ref", "--short", "-q", "HEAD"),
@@ -172,7 +174,7 @@ def describe_code(script: str) -> dict[str, Any]:
         "difference": difference.decode(errors="replace"),
         "difference_bytes": size,
         "difference_sha256": digest if size else "",
-        "untracked": {name: _hash(Path(top, name)) for name in names[:_MOST_UNTRACKED]},
+        "untracked": {name: _hash(Path(top, name)) for name in names[:_MAX_UNTRACKED_FILES]},
         "untracked_files": len(names),
         "unknown": git.problem,
     }
@@ -181,7 +183,7 @@ def describe_code(script: str) -> dict[str, Any]:
 def _hash(path: Path) -> str:
     """Hash of a source file; empty if it is larger, or not a regular file."""
     with contextlib.suppress(OSError):
-        return hashlib.sha256(read_limited(path, _LARGEST_SOURCE)).hexdigest()
+        return hashlib.sha256(read_limited(path, _MAX_SOURCE_BYTES)).hexdigest()
     return ""
 
 
@@ -190,7 +192,7 @@ class _Git:
 
     def __init__(self, folder: str) -> None:
         self.folder, self.problem = folder, ""
-        self._deadline = time.monotonic() + _GIT_SECONDS
+        self._deadline = time.monotonic() + _GIT_TIMEOUT_S
         # It must not lock the index of the user, nor ask for a password.
         self._environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
 
@@ -212,17 +214,17 @@ class _Git:
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
         try:
-            while size <= _MOST_HASHED:
+            while size <= _MAX_HASHED_BYTES:
                 chunk = process.stdout.read(2**16)
                 if chunk is None:
                     if time.monotonic() > self._deadline:
-                        self.problem = f"git {words[0]} took longer than {_GIT_SECONDS:g} s"
+                        self.problem = f"git {words[0]} took longer than {_GIT_TIMEOUT_S:g} s"
                         return b"", 0, ""
                     time.sleep(0.002)
                     continue
                 if not chunk:
                     break
-                kept, size = (kept + chunk)[:_MOST_DIFFERENCE], size + len(chunk)
+                kept, size = (kept + chunk)[:_MAX_DIFFERENCE_BYTES], size + len(chunk)
                 digest.update(chunk)
         finally:
             process.stdout.close()
@@ -244,7 +246,7 @@ def describe_packages() -> dict[str, str]:
     return {"python": sys.version.split()[0], **dict(sorted(versions.items()))}
 
 
-_ALLOWED: Final = (
+_ALLOWED_PREFIXES: Final = (
     *("CUBLAS_", "CUDA_", "CUDNN_", "DS_", "FSDP_", "FI_", "GLOO_", "GOMP_", "HIP_", "HSA_", "KMP_", "MALLOC_"),
     *("MIOPEN_", "MKL_", "MPI_", "NCCL_", "NVIDIA_", "NVTE_", "OMP_", "ONEDNN_", "OPENBLAS_", "PJRT_", "PYTORCH_"),
     *("RCCL_", "ROCR_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TPU_", "TRITON_", "UCX_", "XLA_"),
@@ -260,7 +262,9 @@ _ALLOWED_NAMES: Final = (
 def describe_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of an allow-list; settings have their place in the record, and others are not written."""
     return {
-        name: value for name, value in sorted(environ.items()) if name.startswith(_ALLOWED) or name in _ALLOWED_NAMES
+        name: value
+        for name, value in sorted(environ.items())
+        if name.startswith(_ALLOWED_PREFIXES) or name in _ALLOWED_NAMES
     }
 
 
@@ -277,18 +281,18 @@ def read_run_record(run: str | os.PathLike[str]) -> dict[str, Any]:
         NotFound: there is no record.
         SettingError: it cannot be read.
     """
-    failed = f"Cannot read the record of the run {os.fspath(run)!r}."
+    failure = f"Cannot read the record of the run {os.fspath(run)!r}."
     place = Path(run).absolute()
     folders = (place, *place.parents[:2])
     path = place if place.is_file() else next((f / RECORD for f in folders if (f / RECORD).is_file()), None)
     if path is None:
         why = f"There is no {RECORD} in it." if place.exists() else "There is no such folder."
-        raise NotFound(failed, why, "Name the project_dir of a run that an Accelerator started with a project folder.")
+        raise NotFound(failure, why, "Name the project_dir of a run that an Accelerator started with a project folder.")
     try:
-        found: dict[str, Any] = parse_json(read_limited(path, _MOST_BYTES), _SHAPE)
+        record: dict[str, Any] = parse_json(read_limited(path, _MAX_RECORD_BYTES), _RECORD_SHAPE)
     except (OSError, ValueError) as error:
-        raise SettingError(failed, f"{str(path)!r} is not a record: {error}", "Name another run.") from error
-    return {**found, "folder": str(path.parent)}
+        raise SettingError(failure, f"{str(path)!r} is not a record: {error}", "Name another run.") from error
+    return {**record, "folder": str(path.parent)}
 
 
 def leaves_by_key(value: Any, key: str = "") -> dict[str, Any]:
@@ -312,9 +316,9 @@ def leaves_by_key(value: Any, key: str = "") -> dict[str, Any]:
 
 def own_folders(record: Mapping[str, Any]) -> list[re.Pattern[str]]:
     """Patterns of the ways in which a record writes the folder of its run, the longest first."""
-    given = str(record["settings"].get("project_dir", {}).get("value") or "")
-    joined = os.path.join(str(record["command"].get("folder") or ""), given)
-    names = {record["folder"], os.path.realpath(record["folder"]), *((joined, given) if given else ())}
+    project_dir = str(record["settings"].get("project_dir", {}).get("value") or "")
+    joined = os.path.join(str(record["command"].get("folder") or ""), project_dir)
+    names = {record["folder"], os.path.realpath(record["folder"]), *((joined, project_dir) if project_dir else ())}
     patterns = (folder_pattern(name) for name in sorted(names, key=len, reverse=True))
     return [pattern for pattern in patterns if pattern is not None]
 

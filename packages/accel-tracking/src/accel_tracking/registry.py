@@ -93,8 +93,8 @@ def unregister_tracker_class(name: str) -> None:
 
 def tracker_names() -> tuple[str, ...]:
     """Names of all trackers, whether or not their library is installed."""
-    known = dict.fromkeys([*_registered, *TRACKERS.names()])
-    return tuple(name for name in known if name not in _unregistered)
+    names = dict.fromkeys([*_registered, *TRACKERS.names()])
+    return tuple(name for name in names if name not in _unregistered)
 
 
 def tracker_class(name: str | LoggerType) -> type[GeneralTracker]:
@@ -107,10 +107,10 @@ def tracker_class(name: str | LoggerType) -> type[GeneralTracker]:
     text = str(name)
     if text in _registered:
         return _registered[text]
-    failed = f"Cannot use the tracker {text!r}."
+    failure = f"Cannot use the tracker {text!r}."
     if text not in tracker_names():
-        raise TRACKERS.unknown(text, failed, tracker_names())
-    return TRACKERS.find(text, failed).get(failed)
+        raise TRACKERS.unknown(text, failure, tracker_names())
+    return TRACKERS.find(text, failure).get(failure)
 
 
 def get_available_trackers() -> list[str]:
@@ -139,10 +139,10 @@ def filter_trackers(log_with: LogWith, logging_dir: str | os.PathLike[str] | Non
         SettingError: an unknown name, or a tracker that needs `logging_dir`.
         Missing: no library of the named trackers is installed.
     """
-    given: list[Any] = [log_with] if isinstance(log_with, (str, LoggerType, GeneralTracker)) else list(log_with or ())
+    choices: list[Any] = [log_with] if isinstance(log_with, (str, LoggerType, GeneralTracker)) else list(log_with or ())
     chosen: list[str | GeneralTracker] = []
     missing: list[Missing] = []
-    for choice in given:
+    for choice in choices:
         if isinstance(choice, GeneralTracker):
             chosen.append(choice)
         elif str(choice) == LoggerType.ALL.value:

@@ -60,7 +60,7 @@ class OldModule(ModuleType):
         if name in LIBRARIES and self.__name__ not in PACKAGES:
             return importlib.import_module(LIBRARIES[name])
         advice = _advice(self.__name__, name) or (_NO_NAME, f"dir({self.__name__}) lists what there is.")
-        raise UnknownName(_asked(self.__name__, name), *advice)
+        raise UnknownName(_failed_access(self.__name__, name), *advice)
 
     def __setattr__(self, name: str, value: Any) -> None:
         owner = owner_of(self.__name__, name)
@@ -104,7 +104,7 @@ def why_not(address: str) -> tuple[str, str, str] | None:
             return error.failure, error.obstacle, error.remedy
         return None
     advice = None if name.startswith("__") else _advice(package, name)
-    return advice and (_asked(package, name), *advice)
+    return advice and (_failed_access(package, name), *advice)
 
 
 @cache
@@ -169,7 +169,7 @@ def _is_ours(module: str) -> bool:
     return module.partition(".")[0] in OWN_PACKAGES or module.startswith("accelerate.legacy.")
 
 
-def _asked(address: str, name: str) -> str:
+def _failed_access(address: str, name: str) -> str:
     return f"Cannot import {name!r} from {address!r}."
 
 

@@ -50,10 +50,10 @@ def other_versions(folders: Sequence[str]) -> list[str]:
 @cache
 def clash(folder: Path = _FOLDER) -> tuple[str, str] | None:
     """Cause and remedy if the folder, or the path of this process, contains another `accelerate`."""
-    found = foreign_files(folder)
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    if found:
-        cause = f"The folder {folder} also contains files of another accelerate: {', '.join(found[:_SHOWN])}{more}."
+    files = foreign_files(folder)
+    more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
+    if files:
+        cause = f"The folder {folder} also contains files of another accelerate: {', '.join(files[:_SHOWN])}{more}."
     elif versions := other_versions(sys.path):
         cause = f"accelerate {', '.join(versions)} is also installed; {folder} is the one that is imported."
     else:
@@ -80,5 +80,5 @@ def examination(request: object = None, folder: Path = _FOLDER) -> Iterator[Find
     """The line of `accel doctor` about the folder."""
     from accel_cli.doctor.examine import OK, WARNING, Finding
 
-    found = clash(folder)
-    yield Finding("accelerate", WARNING, *found) if found else Finding("accelerate", OK, f"{VERSION} at {folder}")
+    problem = clash(folder)
+    yield Finding("accelerate", WARNING, *problem) if problem else Finding("accelerate", OK, f"{VERSION} at {folder}")

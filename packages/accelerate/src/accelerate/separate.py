@@ -37,15 +37,15 @@ class MissingName(type):
         """Create the class; a subclass of it raises."""
         if subclass:
             package[0]._refuse(f"derive the class {name} from")  # noqa: SLF001 - of the same class
-        made = super().__new__(cls, name, (), {})
-        made._package = package
-        return made
+        created = super().__new__(cls, name, (), {})
+        created._package = package
+        return created
 
     def __init__(cls, name: str, package: Any, *subclass: Any) -> None:
         super().__init__(name, (), {})
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise."""
+        """Raise an error that names the package to install."""
         cls._refuse("call")
 
     def __getitem__(cls, key: Any) -> NoReturn:

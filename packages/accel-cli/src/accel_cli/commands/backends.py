@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
-from accel_cli.launch.probed_backends import Row, ask, rows
+from accel_cli.launch.backends import BackendRow, ask_backends, backend_rows
 from accel_state.untrusted import printable
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ __all__ = ("COMMAND", "HEAD", "Backends", "table_cells")
 HEAD: Final = ("name", "version", "package", "tier", "here")
 
 
-def table_cells(listed: Iterable[Row]) -> list[tuple[str, ...]]:
+def table_cells(listed: Iterable[BackendRow]) -> list[tuple[str, ...]]:
     """The cells of a row, in the order of `HEAD`."""
     return [
         (
@@ -60,8 +60,8 @@ class Backends:
     def run(self, arguments: Namespace) -> int:
         """Print the table, and the traceback of each backend that failed."""
 
-        answers, obstacle = ({}, "") if arguments.no_probe else ask(os.environ)
-        listed = rows(answers)
+        answers, obstacle = ({}, "") if arguments.no_probe else ask_backends(os.environ)
+        listed = backend_rows(answers)
         if arguments.json:
             import json
 
@@ -71,12 +71,12 @@ class Backends:
         if obstacle:
             import sys
 
-            asked = "they could not be asked whether they can be used"
-            print(printable(f"accel backends: {asked}: {obstacle}"), file=sys.stderr)
+            problem = "they could not be asked whether they can be used"
+            print(printable(f"accel backends: {problem}: {obstacle}"), file=sys.stderr)
         return 0
 
 
-def _show(listed: list[Row]) -> None:
+def _show(listed: list[BackendRow]) -> None:
     from accel_cli.terminal import columns
 
     print("\n".join(columns(HEAD, table_cells(listed), HEAD[-1])))

@@ -49,18 +49,18 @@ class CheckpointCommand:
 
     def run(self, arguments: Namespace) -> int:
         """Run the action and return the exit code."""
-        failed = f"Cannot run `accel checkpoint {arguments.action}"
+        failure = f"Cannot run `accel checkpoint {arguments.action}"
         if (arguments.target is None) is (arguments.action == "copy"):
             raise SettingError(
-                f"{failed}`.",
+                f"{failure}`.",
                 "It needs a source and a target." if arguments.target is None else "It takes one path.",
                 "Give a source and a target to `copy`, and one path to all other actions.",
             )
         try:
-            code, rows, lines = self._answer(arguments, f"{failed} {arguments.path}`.")
+            code, rows, lines = self._answer(arguments, f"{failure} {arguments.path}`.")
         except OSError as error:
             raise CheckpointError(
-                f"{failed} {arguments.path}`.",
+                f"{failure} {arguments.path}`.",
                 f"A file or folder cannot be read: {error}.",
                 "Check that this user may read it, and that no other program is removing it.",
             ) from error
@@ -72,7 +72,7 @@ class CheckpointCommand:
             print("\n".join(lines))
         return code
 
-    def _answer(self, arguments: Namespace, failed: str) -> tuple[int, Any, list[str]]:
+    def _answer(self, arguments: Namespace, failure: str) -> tuple[int, Any, list[str]]:
         """The exit code, and the answer as data and as lines."""
         from accel_cli.checkpoints import as_lines, checkpoint_place, copy, described_lines
 
@@ -80,7 +80,7 @@ class CheckpointCommand:
         if action == "copy":
             target = copy(path, arguments.target)
             return 0, {"path": target}, [f"Copied {path} to {target}."]
-        place = checkpoint_place(path, failed)
+        place = checkpoint_place(path, failure)
         if action == "info":
             described = place.describe()
             return 0, described, described_lines(described)
@@ -88,7 +88,7 @@ class CheckpointCommand:
             if arguments.keep is None or arguments.keep < 1:
                 missing = "The number of checkpoints to keep is missing."
                 obstacle = missing if arguments.keep is None else "At least one checkpoint must remain."
-                raise SettingError(failed, obstacle, "Set --keep to 1 or more.")
+                raise SettingError(failure, obstacle, "Set --keep to 1 or more.")
             gone = place.prune(arguments.keep, named=arguments.leftover, dry_run=arguments.dry_run)
             said = "Would remove" if arguments.dry_run else "Removed"
             return 0, gone, [f"{said} {name}" for name in gone] or ["Nothing to remove."]

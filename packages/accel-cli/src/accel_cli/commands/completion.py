@@ -36,9 +36,9 @@ def whole_parser(prog: str, loaded: str | None) -> ArgumentParser:
     parser = Parser(prog)
     commands = parser.add_subparsers()
     for name in installed_commands():
-        known = commands.add_parser(name)
+        subparser = commands.add_parser(name)
         if name == loaded:
-            _add_arguments(name, known)
+            _add_arguments(name, subparser)
     return parser
 
 
@@ -52,7 +52,7 @@ def _add_arguments(name: str, parser: Parser) -> None:
         choices = _choices(action.dest)
         if choices:
             # These are not argparse's own choices, because the setting itself reports a wrong value.
-            action.completer = lambda found=choices, **_: found  # type: ignore[attr-defined]
+            action.completer = lambda choices=choices, **_: choices  # type: ignore[attr-defined]
 
 
 def _choices(destination: str) -> tuple[str, ...]:
@@ -60,10 +60,10 @@ def _choices(destination: str) -> tuple[str, ...]:
     from accel_cli.launch.launchers import LAUNCHERS, launch_classes
     from accel_cli.launch.options import setting_of
 
-    known: Any = setting_of(destination, launch_classes())
-    if known is not None and known.name == "launcher":
+    setting: Any = setting_of(destination, launch_classes())
+    if setting is not None and setting.name == "launcher":
         return (AUTO, *LAUNCHERS.names())
-    return () if known is None else tuple(known.type.choices)
+    return () if setting is None else tuple(setting.type.choices)
 
 
 def _command_of_line(line: str) -> str | None:

@@ -85,9 +85,9 @@ def _write_default(path: str, arguments: Namespace) -> str:
 
     precision = settings_of(RunSettings)["mixed_precision"].parse(arguments.mixed_precision, "--mixed_precision")
     if os.path.exists(path):
-        asked = f"Cannot write the default config file {path}."
+        failure = f"Cannot write the default config file {path}."
         raise SettingError(
-            asked, "The file already exists.", "Remove it, give another --config_file, or run `accel config update`."
+            failure, "The file already exists.", "Remove it, give another --config_file, or run `accel config update`."
         )
     classes = launch_classes()
     write_config(path, differing(usual_config(best_devices(), precision), classes), meanings(classes))

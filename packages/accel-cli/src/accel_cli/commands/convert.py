@@ -53,8 +53,8 @@ def current_key(key: str) -> str:
     from accel_cli.launch.launchers import launch_classes
 
     current = modern(ConfigEntry(key, None, 0)).key
-    known = {setting.key for settings_class in launch_classes() for setting in settings_of(settings_class).values()}
-    return current if current in known else key
+    keys = {setting.key for settings_class in launch_classes() for setting in settings_of(settings_class).values()}
+    return current if current in keys else key
 
 
 class Convert:
@@ -111,16 +111,16 @@ def target_of(arguments: Namespace, result: str) -> str:
         AlreadyExists: the output file exists, and `--overwrite` is not set.
         SettingError: no output file is specified.
     """
-    asked = f"Cannot convert {arguments.config_file} to {result}."
+    failure = f"Cannot convert {arguments.config_file} to {result}."
     if not Path(arguments.config_file).exists():
-        raise NotFound(asked, "There is no such file.", "Check the path.")
+        raise NotFound(failure, "There is no such file.", "Check the path.")
     target: str = arguments.output_file or arguments.config_file
     if arguments.overwrite or (arguments.output_file and not Path(target).exists()):
         return target
     if arguments.output_file:
         raise AlreadyExists(
-            asked, f"{target} already exists.", "Give another --output_file, or --overwrite to replace it."
+            failure, f"{target} already exists.", "Give another --output_file, or --overwrite to replace it."
         )
     raise SettingError(
-        asked, "No output file is specified.", "Give --output_file, or --overwrite to replace the file itself."
+        failure, "No output file is specified.", "Give --output_file, or --overwrite to replace the file itself."
     )

@@ -65,13 +65,13 @@ class Env:
 
     def run(self, arguments: Namespace) -> int:
         """Print the report."""
-        found = describe(os.environ, arguments.config_file, light=arguments.light)
+        report = describe(os.environ, arguments.config_file, light=arguments.light)
         if arguments.json:
             import json
 
-            print(json.dumps(found, indent=2))
+            print(json.dumps(report, indent=2))
         else:
-            print("\n".join(_lines(found)))
+            print("\n".join(_lines(report)))
         return 0
 
 
@@ -81,16 +81,16 @@ def describe(environ: Mapping[str, str], config_file: str | None, light: bool) -
     Raises:
         SettingError: the given config file does not exist.
     """
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "system": _system(),
         "packages": _packages(),
         "backends": {backend.name: backend.origin for backend in plugins_of("accel.backends")},
     }
     if not light:
-        found["devices"] = _devices()
-    found["config file"] = _config(config_file, environ)
-    found["variables"] = redact({name: value for name, value in sorted(environ.items()) if _concerns_us(name)})
-    return found
+        report["devices"] = _devices()
+    report["config file"] = _config(config_file, environ)
+    report["variables"] = redact({name: value for name, value in sorted(environ.items()) if _concerns_us(name)})
+    return report
 
 
 def _packages() -> dict[str, str]:
@@ -137,8 +137,8 @@ def _devices() -> dict[str, Any]:
     silent = {f"{name} devices": f"did not answer: {error}" for name, error in answer["silent"].items()}
     if answer["undescribed"]:
         silent["devices"] = f"did not answer: {answer['undescribed']}"
-    known = {**answer["families"], **answer["described"], **answer["software"]}
-    return {"torch": answer["torch"], **known, **answer["failed"], **silent}
+    hardware = {**answer["families"], **answer["described"], **answer["software"]}
+    return {"torch": answer["torch"], **hardware, **answer["failed"], **silent}
 
 
 def _config(config_file: str | None, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -146,8 +146,8 @@ def _config(config_file: str | None, environ: Mapping[str, str]) -> dict[str, An
     if not os.path.isfile(path):
         if config_file is None:
             return {"path": f"{path} (there is none)"}
-        asked = f"Cannot show the config file {path}."
-        raise SettingError(asked, "There is no such file.", "Check the path.")
+        failure = f"Cannot show the config file {path}."
+        raise SettingError(failure, "There is no such file.", "Check the path.")
     from accel_cli.config.file import read_document
 
     try:
@@ -168,9 +168,9 @@ def _of_plugins() -> tuple[str, ...]:
     return tuple({plugin.name.rstrip("0123456789").upper() for plugin in plugins})
 
 
-def _lines(found: Mapping[str, Any]) -> list[str]:
+def _lines(report: Mapping[str, Any]) -> list[str]:
     lines = []
-    for heading, rows in found.items():
+    for heading, rows in report.items():
         cells = [(printable(name), printable(value)) for name, value in rows.items()]
         width = max((len(name) for name, _ in cells), default=0)
         lines += [f"{heading}:", *(f"  {name:<{width}}  {value}" for name, value in cells)]

@@ -34,7 +34,7 @@ def as_data(settings: ResolvedSettings) -> list[dict[str, Any]]:
             "setting": name,
             "value": effect.value,
             "origin": effect.origin,
-            "overrode": [{"value": given.value, "origin": given.origin} for given in effect.overridden],
+            "overrode": [{"value": candidate.value, "origin": candidate.origin} for candidate in effect.overridden],
             "flag": effect.definition.flag,
             "variable": effect.definition.variable,
             "key": effect.definition.key,
@@ -50,10 +50,10 @@ def settings_table(settings: ResolvedSettings, everything: bool = True) -> list[
             name,
             shown(effect, effect.value),
             effect.origin,
-            ", ".join(f"{shown(effect, given.value)} ({given.origin})" for given in effect.overridden),
+            ", ".join(f"{shown(effect, candidate.value)} ({candidate.origin})" for candidate in effect.overridden),
         )
         for name, effect in settings.items()
-        if everything or effect.given
+        if everything or effect.is_set
     ]
     return columns(("setting", "value", "from", "instead of"), rows) if rows else ["Every setting has its default."]
 

@@ -87,7 +87,7 @@ def launch_record(request: LaunchRequest) -> str:
         name: [setting.value, setting.origin]
         for name, setting in request.settings.items()
         # The defaults of tables concern engines that this run may not use.
-        if setting.value not in (None, (), "") and (setting.given or ("." not in name and name not in idle))
+        if setting.value not in (None, (), "") and (setting.is_set or ("." not in name and name not in idle))
     }
     command = ["accel", "launch", *request.options, script.target, *script.arguments]
     launched = {"command": command, "folder": os.getcwd(), "launcher": request.launcher.name, "settings": values}

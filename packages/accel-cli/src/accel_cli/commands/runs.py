@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 
 __all__ = ("ACTIONS", "COMMAND", "Runs", "run_folder")
 
-_RUN: Final = "The folder of the run (project_dir or logging_dir), or the process id of its launcher"
-_NEWEST: Final = f"{_RUN}; or a .jsonl file. A folder selects its newest run."
+_RUN_HELP: Final = "The folder of the run (project_dir or logging_dir), or the process id of its launcher"
+_RUN_OR_FILE_HELP: Final = f"{_RUN_HELP}; or a .jsonl file. A folder selects its newest run."
 
 
 class Action(NamedTuple):
@@ -93,14 +93,14 @@ def _declare_list(parser: ArgumentParser) -> None:
 
 
 def _list(arguments: Namespace) -> int:
-    from accel_cli.runs.stored import list_runs
+    from accel_cli.runs.tables import list_runs
 
     _print(list_runs(arguments.path, arguments.json))
     return 0
 
 
 def _declare_show(parser: ArgumentParser) -> None:
-    parser.add_argument("path", metavar="RUN", help=_NEWEST)
+    parser.add_argument("path", metavar="RUN", help=_RUN_OR_FILE_HELP)
     parser.add_argument(
         "--output", type=Path, help="Picture to write (.png, .svg, .pdf, .html); by default a .png beside the run."
     )
@@ -122,7 +122,7 @@ def _show(arguments: Namespace) -> int:
 
 
 def _declare_status(parser: ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", nargs="?", help=f"{_RUN}; by default all runs of this machine.")
+    parser.add_argument("run", metavar="RUN", nargs="?", help=f"{_RUN_HELP}; by default all runs of this machine.")
     parser.add_argument("--watch", action="store_true", help="Repeat every second until the run ends.")
     _json(parser, "one line of JSON per run")
     parser.add_argument("--stacks", action="store_true", help="Add the Python stacks of each process of this machine.")
@@ -135,18 +135,18 @@ def _status(arguments: Namespace) -> int:
 
 
 def _declare_goodput(parser: ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help=f"{_RUN}.")
+    parser.add_argument("run", metavar="RUN", help=f"{_RUN_HELP}.")
     _json(parser)
 
 
 def _goodput(arguments: Namespace) -> int:
-    from accel_cli.runs.goodput import show_goodput
+    from accel_cli.runs.tables import show_goodput
 
     return show_goodput(run_folder(arguments.run), arguments.json)
 
 
 def _declare_samples(parser: ArgumentParser) -> None:
-    parser.add_argument("path", metavar="RUN", help=_NEWEST)
+    parser.add_argument("path", metavar="RUN", help=_RUN_OR_FILE_HELP)
     _json(parser)
 
 
@@ -161,19 +161,19 @@ def _samples(arguments: Namespace) -> int:
 
 
 def _declare_diff(parser: ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN", nargs=2, help=f"{_RUN}.")
+    parser.add_argument("runs", metavar="RUN", nargs=2, help=f"{_RUN_HELP}.")
     _json(parser)
 
 
 def _diff(arguments: Namespace) -> int:
-    from accel_cli.runs.diff import show_difference
+    from accel_cli.runs.tables import show_difference
 
     one, other = map(run_folder, arguments.runs)
     return show_difference(one, other, arguments.json)
 
 
 def _declare_repeat(parser: ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help=f"{_RUN}.")
+    parser.add_argument("run", metavar="RUN", help=f"{_RUN_HELP}.")
     parser.add_argument("--steps", type=int, metavar="N", help="End after step N of the run.")
     parser.add_argument("--output", metavar="FOLDER", help="Folder of the new run; by default one beside the run.")
     parser.add_argument("--start", action="store_true", help="Start it; otherwise the command is only printed.")
@@ -186,7 +186,7 @@ def _repeat(arguments: Namespace) -> int:
 
 
 def _declare_report(parser: ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN", nargs="+", help=f"{_RUN}.")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help=f"{_RUN_HELP}.")
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("report.html"), help="HTML file to write; by default report.html."
     )
@@ -194,13 +194,13 @@ def _declare_report(parser: ArgumentParser) -> None:
 
 
 def _report(arguments: Namespace) -> int:
-    from accel_cli.runs.report import show_report
+    from accel_cli.report.page import show_report
 
     return show_report([run_folder(run) for run in arguments.runs], arguments.output, arguments.watch)
 
 
 def _declare_replay(parser: ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help=f"{_RUN}.")
+    parser.add_argument("run", metavar="RUN", help=f"{_RUN_HELP}.")
     parser.add_argument("--step", type=int, metavar="N", required=True, help="Number of the step, from 1.")
     parser.add_argument("--output", metavar="FOLDER", help="Folder for both replays; by default beside the run.")
     _json(parser)

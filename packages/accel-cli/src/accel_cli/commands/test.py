@@ -72,7 +72,7 @@ def _is_alone(arguments: Namespace) -> bool:
     request = read_request(arguments, os.environ)
     settings = request.settings
     numbers = ("num_processes", "num_machines", "nnodes", "nproc_per_node")
-    if request.launcher is not LOCAL or any(name in settings and settings[name].given for name in numbers):
+    if request.launcher is not LOCAL or any(name in settings and settings[name].is_set for name in numbers):
         return False
     return request.local_processes() == 1 and (bool(settings["cpu"].value) or count_device_files({}) == 0)
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ("COMMAND", "TPUConfig", "call", "command_line_of", "pod_command")
 
-_FAILED: Final = "Cannot set up the machines of a TPU pod."
-_PACKAGE: Final = "accel-torch"
+_TPU_FAILURE: Final = "Cannot set up the machines of a TPU pod."
+_DEFAULT_PACKAGE: Final = "accel-torch"
 
 
 class TPUConfig:
@@ -65,7 +65,7 @@ class TPUConfig:
         return call(argv)
 
 
-def command_line_of(arguments: Namespace, package: str = _PACKAGE) -> tuple[str, ...]:
+def command_line_of(arguments: Namespace, package: str = _DEFAULT_PACKAGE) -> tuple[str, ...]:
     """The command line of gcloud that the arguments and the config file describe.
 
     Args:
@@ -80,8 +80,8 @@ def command_line_of(arguments: Namespace, package: str = _PACKAGE) -> tuple[str,
     from accel_cli.launch.tpu import TPUSettings
 
     settings = request_of([], os.environ, arguments.config_file).settings.instance(TPUSettings)
-    given = [command for commands in arguments.command or () for command in commands]
-    commands = given or _lines(arguments.command_file or settings.command_file) or settings.commands
+    own_commands = [command for commands in arguments.command or () for command in commands]
+    commands = own_commands or _lines(arguments.command_file or settings.command_file) or settings.commands
     if arguments.install_accelerate:
         commands = [_install(package, arguments.accelerate_version), *commands]
     return pod_command(
@@ -99,11 +99,11 @@ def pod_command(name: str | None, zone: str | None, commands: Sequence[str], alp
         SettingError: the TPU, its zone or the commands are missing.
     """
     missing = [
-        said for given, said in ((name, "--tpu_name"), (zone, "--tpu_zone"), (commands, "--command")) if not given
+        flag for value, flag in ((name, "--tpu_name"), (zone, "--tpu_zone"), (commands, "--command")) if not value
     ]
     if missing:
         obstacle = f"Missing {', '.join(missing)}: not on the command line, and not in the config file."
-        raise SettingError(_FAILED, obstacle, f"Set {' and '.join(missing)}.")
+        raise SettingError(_TPU_FAILURE, obstacle, f"Set {' and '.join(missing)}.")
     return (
         "gcloud",
         *(("alpha",) if alpha else ()),
@@ -119,10 +119,10 @@ def _lines(path: str | None) -> list[str]:
         with open(path, encoding="utf-8") as file:
             return [line.strip() for line in file if line.strip()]
     except FileNotFoundError:
-        raise NotFound(_FAILED, f"The file {path} does not exist.", "Check the path.") from None
+        raise NotFound(_TPU_FAILURE, f"The file {path} does not exist.", "Check the path.") from None
     except (OSError, ValueError) as error:
         raise SettingError(
-            _FAILED, f"{path} cannot be read: {error}.", "Give a text file with one command per line."
+            _TPU_FAILURE, f"{path} cannot be read: {error}.", "Give a text file with one command per line."
         ) from None
 
 
@@ -143,7 +143,7 @@ def call(argv: Sequence[str]) -> int:
         return subprocess.call(argv)
     except FileNotFoundError:
         remedy = "Install the Google Cloud CLI: https://cloud.google.com/sdk/docs/install"
-        raise Missing(_FAILED, "The program `gcloud` is not on the path.", remedy) from None
+        raise Missing(_TPU_FAILURE, "The program `gcloud` is not on the path.", remedy) from None
 
 
 COMMAND: Final = TPUConfig()

@@ -62,8 +62,8 @@ def read_document(path: str) -> tuple[ConfigEntry, ...]:
     """
     import yaml
 
-    failed = f"Cannot read the config file {path}."
-    text = _text(path, failed)
+    failure = f"Cannot read the config file {path}."
+    text = _text(path, failure)
     try:
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
@@ -71,15 +71,15 @@ def read_document(path: str) -> tuple[ConfigEntry, ...]:
             return ()
         if not isinstance(root, yaml.MappingNode):
             where = f"{path}:{root.start_mark.line + 1} is not a `key: value` entry."
-            raise SettingError(failed, where, "Write one `key: value` per line.")
-        return tuple(_entries(loader, root, "", failed, path))
+            raise SettingError(failure, where, "Write one `key: value` per line.")
+        return tuple(_entries(loader, root, "", failure, path))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}, column {mark.column + 1}" if mark is not None else path
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise SettingError(failed, f"{where}: it is not valid YAML: {problem}.", "Correct that line.") from None
+        raise SettingError(failure, f"{where}: it is not valid YAML: {problem}.", "Correct that line.") from None
     except RecursionError:
-        raise SettingError(failed, f"{path} has too many nested levels.", "Reduce the nesting.") from None
+        raise SettingError(failure, f"{path} has too many nested levels.", "Reduce the nesting.") from None
 
 
 def read_tables(path: str) -> dict[str, Any]:
@@ -91,33 +91,33 @@ def read_tables(path: str) -> dict[str, Any]:
     import yaml
 
     read_document(path)
-    failed = f"Cannot read the config file {path}."
+    failure = f"Cannot read the config file {path}."
     try:
-        tables: dict[str, Any] = yaml.safe_load(_text(path, failed)) or {}
+        tables: dict[str, Any] = yaml.safe_load(_text(path, failure)) or {}
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise SettingError(failed, f"A value cannot be parsed: {reason}.", "Put that value in quotes.") from None
+        raise SettingError(failure, f"A value cannot be parsed: {reason}.", "Put that value in quotes.") from None
     return tables
 
 
-def _text(path: str, failed: str) -> str:
+def _text(path: str, failure: str) -> str:
     from accel_state.untrusted import read_limited
 
     try:
         text = read_limited(path, _MAX_BYTES, from_shell=True).decode().replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError:
         remedy = "Check the path, or write a file with `accel config`."
-        raise NotFound(failed, "There is no such file.", remedy) from None
+        raise NotFound(failure, "There is no such file.", remedy) from None
     except (OSError, UnicodeDecodeError) as error:
         remedy = f"Give a readable text file of at most {_MAX_BYTES} bytes."
-        raise SettingError(failed, f"It cannot be read: {error}.", remedy) from None
+        raise SettingError(failure, f"It cannot be read: {error}.", remedy) from None
     if path.endswith(".json"):
         # JSON is YAML without tabs for indentation; its strings never contain tabs.
         text = text.replace("\t", " ")
     return text
 
 
-def _entries(loader: Any, table: Any, prefix: str, failed: str, path: str) -> Iterator[ConfigEntry]:
+def _entries(loader: Any, table: Any, prefix: str, failure: str, path: str) -> Iterator[ConfigEntry]:
     """The entries of a table, and of the tables in it."""
     # Entries that the table takes over from others (`<<: *base`) come first, so that its own replace them.
     loader.flatten_mapping(table)
@@ -126,13 +126,13 @@ def _entries(loader: Any, table: Any, prefix: str, failed: str, path: str) -> It
         line = key_node.start_mark.line + 1
         if key_node.id != "scalar":
             remedy = "Write one `key: value` per line."
-            raise SettingError(failed, f"{path}:{line} has a key that is not a string.", remedy)
+            raise SettingError(failure, f"{path}:{line} has a key that is not a string.", remedy)
         earlier, first, _ = last.pop(key_node.value, (value, 0, 0))
         same = earlier.id == value.id == "scalar" and earlier.value == value.value
         last[key_node.value] = value, line, 0 if same else first
     for key, (value, line, replaces) in last.items():
         if value.id == "mapping" and value.value:
-            for entry in _entries(loader, value, f"{prefix}{key}.", failed, path):
+            for entry in _entries(loader, value, f"{prefix}{key}.", failure, path):
                 yield entry._replace(replaces=entry.replaces or replaces)
                 replaces = 0
         else:
@@ -240,7 +240,7 @@ def default_path(environ: Mapping[str, str]) -> str:
     return os.path.join(os.path.expanduser(home), "accelerate", DEFAULT_NAME)
 
 
-_ADDITIONAL: Final = "additional_args."
+_ADDITIONAL_PREFIX: Final = "additional_args."
 
 
 class ConfigFile(NamedTuple):
@@ -282,15 +282,15 @@ def read_config(path: str, classes: Iterable[type]) -> ConfigFile:
     additional = {}
     entries = tuple(map(modern, read_document(path)))
     for entry in entries:
-        for known in keys.get(entry.key, ()):
+        for setting in keys.get(entry.key, ()):
             try:
-                given = _given(known, entry, path)
+                candidate = _candidate(setting, entry, path)
             except SettingError as error:
-                refused[label(known)] = error
+                refused[label(setting)] = error
             else:
-                values.update({} if given is None else {label(known): given})
-        if entry.key.startswith(_ADDITIONAL):
-            additional[entry.key.removeprefix(_ADDITIONAL)] = entry.value
+                values.update({} if candidate is None else {label(setting): candidate})
+        if entry.key.startswith(_ADDITIONAL_PREFIX):
+            additional[entry.key.removeprefix(_ADDITIONAL_PREFIX)] = entry.value
         elif entry.key not in keys:
             _check_known(entry, path, keys)
             if not is_default(entry.key, entry.value):
@@ -304,9 +304,9 @@ def _keys(classes: Iterable[type]) -> dict[str, list[Setting]]:
     """Settings by key; two settings may share a key, and both read it."""
     keys: dict[str, list[Setting]] = {}
     for settings_class in classes:
-        for known in settings_of(settings_class).values():
-            if known.key is not None:
-                keys.setdefault(known.key, []).append(known)
+        for setting in settings_of(settings_class).values():
+            if setting.key is not None:
+                keys.setdefault(setting.key, []).append(setting)
     return keys
 
 
@@ -318,21 +318,21 @@ def modern(entry: ConfigEntry) -> ConfigEntry:
     return entry._replace(key=_OLD_KEYS.get(key, key))
 
 
-def _given(known: Setting, entry: ConfigEntry, path: str) -> Given | None:
+def _candidate(setting: Setting, entry: ConfigEntry, path: str) -> Given | None:
     origin = f"{path}:{entry.line}"
     value: Any = entry.value
-    if value is None or (known.name == "num_processes" and value == "-1"):
+    if value is None or (setting.name == "num_processes" and value == "-1"):
         return None
     if isinstance(value, list):
         if any(isinstance(item, list | dict) for item in value):
             obstacle = f"{origin}: the list {entry.key!r} contains another list or table."
             raise SettingError(f"Cannot read the config file {path}.", obstacle, "Write plain values in the list.")
-        if known.type.parse is JSON.parse:
+        if setting.type.parse is JSON.parse:
             return Given(value, origin)
-        if known.type is REPEATED:
+        if setting.type is REPEATED:
             return Given(tuple(str(item) for item in value if item is not None), origin)
         value = ",".join(str(item) for item in value)
-    return Given(known.parse(value, origin), origin)
+    return Given(setting.parse(value, origin), origin)
 
 
 def _check_known(entry: ConfigEntry, path: str, keys: Iterable[str]) -> None:

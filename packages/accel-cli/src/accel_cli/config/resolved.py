@@ -31,11 +31,11 @@ REPEATED: Final = ValueType("a text, or a list of texts", _parse, lambda texts: 
 S = TypeVar("S")
 
 
-def label(known: Setting) -> str:
+def label(setting: Setting) -> str:
     """Unique name of a setting among all classes; for a backend's setting, its key in the file or its flag."""
-    if known.key is not None:
-        return known.key if "." in known.key else known.name
-    return known.name if known.flag is None else known.flag.removeprefix("--")
+    if setting.key is not None:
+        return setting.key if "." in setting.key else setting.name
+    return setting.name if setting.flag is None else setting.flag.removeprefix("--")
 
 
 class ResolvedSetting(NamedTuple):
@@ -51,7 +51,7 @@ class ResolvedSetting(NamedTuple):
 
     @property
     def value(self) -> Any:
-        """The effective value."""
+        """The value that the run uses: that of the first candidate."""
         return self.candidates[0].value
 
     @property
@@ -60,14 +60,14 @@ class ResolvedSetting(NamedTuple):
         return self.candidates[0].origin
 
     @property
-    def given(self) -> bool:
+    def is_set(self) -> bool:
         """Whether the user gave a value, even one equal to the default."""
         return len(self.candidates) > 1
 
     @property
     def of_file(self) -> bool:
         """Whether a config file gave the effective value."""
-        return self.given and not self.origin.startswith(("--", "$"))
+        return self.is_set and not self.origin.startswith(("--", "$"))
 
     @property
     def text(self) -> str:
@@ -90,7 +90,7 @@ class Ignored(NamedTuple):
     """
 
     name: str
-    given: Given
+    candidate: Given
     reason: str
 
 
@@ -123,11 +123,11 @@ class ResolvedSettings(Mapping[str, ResolvedSetting]):
 
     def without(self, ignored: Iterable[Ignored]) -> ResolvedSettings:
         """The settings without some of the given values."""
-        dropped = {(one.name, one.given.origin) for one in ignored}
+        dropped = {(one.name, one.candidate.origin) for one in ignored}
 
         def rest(effect: ResolvedSetting) -> ResolvedSetting:
             name = label(effect.definition)
-            kept = tuple(given for given in effect.candidates if (name, given.origin) not in dropped)
+            kept = tuple(candidate for candidate in effect.candidates if (name, candidate.origin) not in dropped)
             return effect._replace(candidates=kept)
 
         by_class = {
@@ -140,7 +140,7 @@ class ResolvedSettings(Mapping[str, ResolvedSetting]):
         return {
             effect.definition.variable: effect.definition.launched
             for effect in self._by_class[settings_class].values()
-            if not effect.given and effect.definition.variable is not None and effect.definition.launched is not None
+            if not effect.is_set and effect.definition.variable is not None and effect.definition.launched is not None
         }
 
     def variables(self, settings_class: type) -> dict[str, str]:
@@ -149,12 +149,12 @@ class ResolvedSettings(Mapping[str, ResolvedSetting]):
         variables = {
             effect.definition.variable: effect.definition.type.format(effect.value)
             for effect in effects.values()
-            if effect.given and effect.definition.variable is not None and effect.value is not None
+            if effect.is_set and effect.definition.variable is not None and effect.value is not None
         }
         further = getattr(settings_class, "further_variables", None)
         if further is not None:
-            given = {name: effect.candidates[0] for name, effect in effects.items() if effect.given}
-            variables.update(further(given))
+            values = {name: effect.candidates[0] for name, effect in effects.items() if effect.is_set}
+            variables.update(further(values))
         return variables
 
     def origins(self, settings_class: type) -> dict[str, str]:
@@ -162,7 +162,7 @@ class ResolvedSettings(Mapping[str, ResolvedSetting]):
         return {
             effect.definition.variable: effect.origin
             for effect in self._by_class[settings_class].values()
-            if effect.given and effect.definition.variable is not None
+            if effect.is_set and effect.definition.variable is not None
         }
 
 
@@ -186,10 +186,12 @@ def resolve_settings(
         SettingError: a setting cannot parse the value of its variable.
     """
 
-    def effect(known: Setting) -> ResolvedSetting:
-        name = label(known)
-        sources = (flags.get(name), read_setting(known, environ), (cluster or {}).get(name), file.get(name))
-        said = tuple(given for given in sources if given is not None)
-        return ResolvedSetting(known, (*said, Given(known.default, DEFAULT)))
+    def effect(setting: Setting) -> ResolvedSetting:
+        name = label(setting)
+        sources = (flags.get(name), read_setting(setting, environ), (cluster or {}).get(name), file.get(name))
+        said = tuple(source for source in sources if source is not None)
+        return ResolvedSetting(setting, (*said, Given(setting.default, DEFAULT)))
 
-    return ResolvedSettings({one: {name: effect(known) for name, known in settings_of(one).items()} for one in classes})
+    return ResolvedSettings(
+        {one: {name: effect(setting) for name, setting in settings_of(one).items()} for one in classes}
+    )

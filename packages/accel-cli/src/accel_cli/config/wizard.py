@@ -70,21 +70,21 @@ class Lines:
             print(f"  {number}. {option}")
 
         def problem(text: str) -> str | None:
-            known = text in options or (text.isdecimal() and 1 <= int(text) <= len(options))
-            return None if known else f"Enter a number from 1 to {len(options)}, or a name from the list."
+            is_option = text in options or (text.isdecimal() and 1 <= int(text) <= len(options))
+            return None if is_option else f"Enter a number from 1 to {len(options)}, or a name from the list."
 
         answer = self.ask("Number or name:", default, problem)
         return answer if answer in options else options[int(answer) - 1]
 
     def ask(self, question: str, default: str, problem: Callable[[str], str | None]) -> str:
-        """Ask for a text."""
+        """Ask for a text until `problem` has no objection; an empty answer is the default."""
         while True:
             try:
                 answer = input(f"{question} [{default}] " if default else f"{question} ").strip() or default
             except EOFError:
-                asked = f"Cannot ask the question {question!r}."
+                failure = f"Cannot ask the question {question!r}."
                 remedy = "Answer in a terminal, or run `accel config default`."
-                raise SettingError(asked, "The input ended before the answer.", remedy) from None
+                raise SettingError(failure, "The input ended before the answer.", remedy) from None
             wrong = problem(answer)
             if wrong is None:
                 return answer
@@ -100,7 +100,7 @@ def _compiles(answers: Mapping[str, Any]) -> bool:
 
 
 # Questions that make sense only after certain answers.
-_ONLY_IF: Final[Mapping[str, Callable[[Mapping[str, Any]], bool]]] = {
+_CONDITIONS: Final[Mapping[str, Callable[[Mapping[str, Any]], bool]]] = {
     "machine_rank": lambda answers: bool(answers["num_machines"] > 1),
     "main_process_ip": lambda answers: bool(answers["num_machines"] > 1),
     "main_process_port": lambda answers: bool(answers["num_machines"] > 1),
@@ -142,35 +142,35 @@ def questions(prompter: Prompter, classes: Iterable[type], backends: Mapping[str
 def _ask_all(prompter: Prompter, classes: Iterable[type], answers: dict[str, Any]) -> dict[str, Any]:
     keys = {}
     for settings_class in classes:
-        for known in settings_of(settings_class).values():
-            name = label(known)
-            relevant = _ONLY_IF.get(name)
-            if known.question is None or known.key is None or (relevant is not None and not relevant(answers)):
+        for setting in settings_of(settings_class).values():
+            name = label(setting)
+            relevant = _CONDITIONS.get(name)
+            if setting.question is None or setting.key is None or (relevant is not None and not relevant(answers)):
                 continue
-            value = answers[name] = _ask(prompter, known, _SUGGESTIONS.get(name))
-            if value is not None and not is_default(known.key, value):
-                keys[known.key] = value
+            value = answers[name] = _ask(prompter, setting, _SUGGESTIONS.get(name))
+            if value is not None and not is_default(setting.key, value):
+                keys[setting.key] = value
     return keys
 
 
-def _ask(prompter: Prompter, known: Setting, suggestion: str | None) -> Any:
-    question = str(known.question)
-    if known.type.parse is BOOLEAN.parse:
-        return prompter.choose(question, _YES_OR_NO, _YES_OR_NO[bool(known.default)]) == "yes"
-    if known.type.choices:
-        return known.parse(prompter.choose(question, known.type.choices, suggestion or known.default), "answer")
+def _ask(prompter: Prompter, setting: Setting, suggestion: str | None) -> Any:
+    question = str(setting.question)
+    if setting.type.parse is BOOLEAN.parse:
+        return prompter.choose(question, _YES_OR_NO, _YES_OR_NO[bool(setting.default)]) == "yes"
+    if setting.type.choices:
+        return setting.parse(prompter.choose(question, setting.type.choices, suggestion or setting.default), "answer")
     if suggestion is None:
-        suggestion = "" if known.default is None else known.type.format(known.default)
-    answer = prompter.ask(question, suggestion, lambda text: _problem(known, text))
-    return known.parse(answer, "answer") if answer else None
+        suggestion = "" if setting.default is None else setting.type.format(setting.default)
+    answer = prompter.ask(question, suggestion, lambda text: _problem(setting, text))
+    return setting.parse(answer, "answer") if answer else None
 
 
-def _problem(known: Setting, text: str) -> str | None:
+def _problem(setting: Setting, text: str) -> str | None:
     """The reason why a text is not a valid answer, or None."""
     if not text.strip():
-        return "This question needs an answer." if known.name in _REQUIRED_ANSWERS else None
+        return "This question needs an answer." if setting.name in _REQUIRED_ANSWERS else None
     try:
-        known.type.parse(text)
+        setting.type.parse(text)
     except ValueError:
-        return f"Enter {known.type.name}."
+        return f"Enter {setting.type.name}."
     return None

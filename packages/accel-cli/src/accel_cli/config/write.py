@@ -47,13 +47,15 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def differing(values: Mapping[str, Any], classes: Iterable[type]) -> dict[str, Any]:
     """The values by dotted key that differ from the defaults of their settings."""
-    defaults = {known.key: known.default for one in classes for known in settings_of(one).values()}
+    defaults = {setting.key: setting.default for one in classes for setting in settings_of(one).values()}
     return {key: value for key, value in values.items() if key not in defaults or value != defaults[key]}
 
 
 def meanings(classes: Iterable[type]) -> dict[str, str]:
     """The help of each setting by its dotted key."""
-    return {known.key: known.help for one in classes for known in settings_of(one).values() if known.key is not None}
+    return {
+        setting.key: setting.help for one in classes for setting in settings_of(one).values() if setting.key is not None
+    }
 
 
 def write_config(path: str, values: Mapping[str, Any], comments: Mapping[str, str] = _NO_COMMENTS) -> None:
@@ -74,8 +76,8 @@ def write_config(path: str, values: Mapping[str, Any], comments: Mapping[str, st
             file.write(config_text(values, path, comments))
         os.replace(partial, path)
     except OSError as error:
-        asked = f"Cannot write the config file {path}."
-        raise SettingError(asked, f"The system reports: {error}.", "Give another --config_file.") from None
+        failure = f"Cannot write the config file {path}."
+        raise SettingError(failure, f"The system reports: {error}.", "Give another --config_file.") from None
 
 
 def config_text(values: Mapping[str, Any], path: str = "", comments: Mapping[str, str] = _NO_COMMENTS) -> str:
@@ -130,10 +132,10 @@ def modernised(path: str, classes: Iterable[type]) -> dict[str, Any]:
     config = read_config(path, classes)
     for error in config.refused.values():
         raise error
-    given = config.values
-    settings = [known for settings_class in classes for known in settings_of(settings_class).values()]
-    values = {str(known.key): given[label(known)].value for known in settings if label(known) in given}
-    owned = {known.key for known in settings}
+    written = config.values
+    settings = [setting for settings_class in classes for setting in settings_of(settings_class).values()]
+    values = {str(setting.key): written[label(setting)].value for setting in settings if label(setting) in written}
+    owned = {setting.key for setting in settings}
     root = read_tables(path)
     for entry in read_document(path):
         key = modern(entry).key

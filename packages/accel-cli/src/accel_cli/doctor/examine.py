@@ -41,7 +41,7 @@ class Finding:
 
     subject: str
     verdict: str
-    told: str
+    message: str
     remedy: str = ""
 
 
@@ -51,8 +51,8 @@ def lines_of(findings: Sequence[Finding]) -> list[str]:
     lines = []
     for finding in findings:
         # The text may come from another machine.
-        told, remedy = printable(finding.told), printable(finding.remedy)
-        lines.append(f"{coloured(format(finding.verdict, '<7'))}  {finding.subject:<{width}}  {told}")
+        message, remedy = printable(finding.message), printable(finding.remedy)
+        lines.append(f"{coloured(format(finding.verdict, '<7'))}  {finding.subject:<{width}}  {message}")
         if remedy:
             lines.append(f"{'':<7}  {'':<{width}}  -> {remedy}")
     return lines
@@ -76,8 +76,8 @@ def examine(request: LaunchRequest) -> Iterator[Finding]:
 
 def _python(request: LaunchRequest) -> Iterator[Finding]:
     old = sys.version_info[:2] < _MIN_PYTHON
-    told = f"{sys.version.split()[0]} at {sys.executable}"
-    yield _judged("Python", told, old, f"Use Python {'.'.join(map(str, _MIN_PYTHON))} or later.", ERROR)
+    version = f"{sys.version.split()[0]} at {sys.executable}"
+    yield _judged("Python", version, old, f"Use Python {'.'.join(map(str, _MIN_PYTHON))} or later.", ERROR)
 
 
 def _torch_and_devices(request: LaunchRequest) -> Iterator[Finding]:
@@ -94,8 +94,8 @@ def _torch_and_devices(request: LaunchRequest) -> Iterator[Finding]:
     if answer["software"]:
         yield Finding("drivers", OK, ", ".join(f"{name} {version}" for name, version in answer["software"].items()))
     if answer["undescribed"]:
-        told = f"The devices did not answer: {answer['undescribed']}"
-        yield Finding("devices", WARNING, told, "Check their driver.")
+        message = f"The devices did not answer: {answer['undescribed']}"
+        yield Finding("devices", WARNING, message, "Check their driver.")
     for name, reason in answer["silent"].items():
         yield Finding("devices", WARNING, f"The {name} devices did not answer: {reason}", "Check their driver.")
     for reason in answer["failed"].values():
@@ -103,14 +103,14 @@ def _torch_and_devices(request: LaunchRequest) -> Iterator[Finding]:
 
 
 def _backends(request: LaunchRequest) -> Iterator[Finding]:
-    from accel_cli.launch.probed_backends import ask, rows
+    from accel_cli.launch.backends import ask_backends, backend_rows
 
-    answers, unanswered = ask(os.environ)
-    listed = rows(answers)
+    answers, unanswered = ask_backends(os.environ)
+    listed = backend_rows(answers)
     broken = [row for row in listed if row.failure]
     for row in broken:
-        told = f"{row.name} of {row.package} {row.version} could not be loaded: {row.obstacle}"
-        yield Finding("backends", WARNING, told, f"Repair, update or remove {row.package}.")
+        message = f"{row.name} of {row.package} {row.version} could not be loaded: {row.obstacle}"
+        yield Finding("backends", WARNING, message, f"Repair, update or remove {row.package}.")
     if unanswered:
         # A backend can end or stop the probe, which loads all of them.
         others = sorted({row.package for row in listed if row.package != _OWN_BACKENDS})
@@ -189,8 +189,8 @@ def _config(request: LaunchRequest) -> Iterator[Finding]:
         return
     unread = ", ".join(entry.key for entry in request.config.unread)
     if unread:
-        told = f"No installed package reads {unread} of {request.config.path}."
-        yield Finding("config file", WARNING, told, "Remove these lines, or install the package that reads them.")
+        message = f"No installed package reads {unread} of {request.config.path}."
+        yield Finding("config file", WARNING, message, "Remove these lines, or install the package that reads them.")
     else:
         yield Finding("config file", OK, request.config.path)
 
@@ -212,12 +212,12 @@ def _variables(request: LaunchRequest) -> Iterator[Finding]:
     if not names:
         yield Finding("variables", OK, "none of another launch")
         return
-    told = ", ".join(f"{name}={os.environ[name]}" for name in names)
+    variables = ", ".join(f"{name}={os.environ[name]}" for name in names)
     if request.cluster.system:
-        yield Finding("variables", OK, f"{told} ({request.cluster.system})")
+        yield Finding("variables", OK, f"{variables} ({request.cluster.system})")
         return
     remedy = f"Unless this is a process of that launch: unset {' '.join(names)}."
-    yield Finding("variables", WARNING, f"A launch has set {told}.", remedy)
+    yield Finding("variables", WARNING, f"A launch has set {variables}.", remedy)
 
 
 def _name(request: LaunchRequest) -> Iterator[Finding]:
@@ -246,9 +246,9 @@ def _open_files(request: LaunchRequest) -> Iterator[Finding]:
     except ImportError:
         return
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    told = "no limit" if limit < 0 else f"limit {limit}"
+    shown = "no limit" if limit < 0 else f"limit {limit}"
     remedy = f"Raise the limit, for example ulimit -n {_MIN_OPEN_FILES}."
-    yield _judged("open files", told, 0 <= limit < _MIN_OPEN_FILES, remedy)
+    yield _judged("open files", shown, 0 <= limit < _MIN_OPEN_FILES, remedy)
 
 
 def _disk(request: LaunchRequest) -> Iterator[Finding]:
@@ -257,8 +257,8 @@ def _disk(request: LaunchRequest) -> Iterator[Finding]:
     yield _judged("disk", f"{_size(free)} free in {os.getcwd()}", free < _MIN_DISK_BYTES, remedy)
 
 
-def _judged(subject: str, told: str, wrong: bool, remedy: str, verdict: str = WARNING) -> Finding:
-    return Finding(subject, verdict, told, remedy) if wrong else Finding(subject, OK, told)
+def _judged(subject: str, message: str, wrong: bool, remedy: str, verdict: str = WARNING) -> Finding:
+    return Finding(subject, verdict, message, remedy) if wrong else Finding(subject, OK, message)
 
 
 def _size(count: int) -> str:

@@ -28,15 +28,19 @@ from accel_state.untrusted import dict_of, integer, list_of, parse_json, printab
 
 __all__ = ("Member", "clear_for_launch", "compare_members", "meet", "meet_machines")
 
-_MEETING: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "meeting.py")
-_TIMEOUT_S: Final = 120.0
+_MEETING_SCRIPT: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "meeting.py")
+_MEETING_TIMEOUT_S: Final = 120.0
 """How long a launch waits for the other machines, and how long importing torch may take."""
 
-_FACTS: Final = {"rank": integer(), "host": text(), "versions": dict_of(text()), "settings": dict_of(text())}
-_PLACE: Final = {"address": text(), "port": integer(1, 65535), "unreachable": dict_of(text(), text("[0-9]{1,9}"))}
-_ANSWER: Final = record({"error": text(), "members": list_of(record({**_FACTS, **_PLACE}))})
+_FACT_SHAPES: Final = {"rank": integer(), "host": text(), "versions": dict_of(text()), "settings": dict_of(text())}
+_PLACE_SHAPES: Final = {
+    "address": text(),
+    "port": integer(1, 65535),
+    "unreachable": dict_of(text(), text("[0-9]{1,9}")),
+}
+_MEETING_SHAPE: Final = record({"error": text(), "members": list_of(record({**_FACT_SHAPES, **_PLACE_SHAPES}))})
 
-_OWN_OF_MACHINE: Final = (
+_MACHINE_SETTINGS: Final = (
     "machine_rank",
     "main_process_ip",
     "gpu_ids",
@@ -46,7 +50,15 @@ _OWN_OF_MACHINE: Final = (
 )
 """Settings that are different on each machine."""
 
-_COMPARED: Final = ("torch", "accel-state", "accel-ops", "accel-data", "accel-plugins", "accel-cli", "accel-torch")
+_COMPARED_PACKAGES: Final = (
+    "torch",
+    "accel-state",
+    "accel-ops",
+    "accel-data",
+    "accel-plugins",
+    "accel-cli",
+    "accel-torch",
+)
 
 
 class Member(NamedTuple):
@@ -82,8 +94,8 @@ def compare_members(members: Sequence[Member], machines: int, waited: float) -> 
     remedy = "Open all ports between the machines in the firewall: every process connects to others."
     for member in members:
         for rank, reason in sorted(member.unreachable.items()):
-            told = f"{member.host} cannot connect to {hosts.get(int(rank), f'machine {rank}')}: {reason}."
-            findings.append(Finding("network", ERROR, told, remedy))
+            message = f"{member.host} cannot connect to {hosts.get(int(rank), f'machine {rank}')}: {reason}."
+            findings.append(Finding("network", ERROR, message, remedy))
     agreed = f"all {machines} machines are connected and have the same versions and settings"
     return findings or [Finding("machines", OK, agreed)]
 
@@ -94,11 +106,11 @@ def _wrong_ranks(members: Sequence[Member], machines: int, waited: float) -> Ite
         by_rank.setdefault(member.rank, []).append(member.host)
     for rank, hosts in sorted(by_rank.items()):
         if len(hosts) > 1:
-            told = f"{' and '.join(hosts)} all have the rank {rank}."
-            yield Finding("machine ranks", ERROR, told, "Set a different --machine_rank on each machine.")
+            message = f"{' and '.join(hosts)} all have the rank {rank}."
+            yield Finding("machine ranks", ERROR, message, "Set a different --machine_rank on each machine.")
         if rank >= machines:
-            told = f"{hosts[0]} has the rank {rank}, but there are {machines} machines, with ranks from 0."
-            yield Finding("machine ranks", ERROR, told, "Set the same --num_machines on every machine.")
+            message = f"{hosts[0]} has the rank {rank}, but there are {machines} machines, with ranks from 0."
+            yield Finding("machine ranks", ERROR, message, "Set the same --num_machines on every machine.")
     remedy = "Start `accel doctor --nodes` there too, and check that it reaches the main machine's address and port."
     for rank in sorted(set(range(machines)) - set(by_rank)):
         yield Finding("machine ranks", ERROR, f"Machine {rank} did not connect within {waited:.0f} s.", remedy)
@@ -113,8 +125,8 @@ def _differences(main: Member, member: Member) -> Iterator[Finding]:
         for name in sorted({*one, *other}):
             here, there = one.get(name, "absent"), other.get(name, "absent")
             if here != there:
-                told = f"{name} is {here} on {main.host} and {there} on {member.host}."
-                yield Finding(subject, verdict, told, remedy)
+                message = f"{name} is {here} on {main.host} and {there} on {member.host}."
+                yield Finding(subject, verdict, message, remedy)
 
 
 def meet(host: str, port: int, machines: int, timeout: float, me: Member) -> list[Finding]:
@@ -136,29 +148,29 @@ def meet(host: str, port: int, machines: int, timeout: float, me: Member) -> lis
     serves = me.rank == 0 and is_own_address(host)
     meeting = {"host": host, "port": port, "machines": machines, "timeout": timeout, "serves": serves}
     done = subprocess.run(
-        [sys.executable, _MEETING],
-        input=json.dumps({**meeting, "member": {name: getattr(me, name) for name in _FACTS}}),
+        [sys.executable, _MEETING_SCRIPT],
+        input=json.dumps({**meeting, "member": {name: getattr(me, name) for name in _FACT_SHAPES}}),
         capture_output=True,
         text=True,
-        timeout=timeout + _TIMEOUT_S + CONNECTION_TIMEOUT_S * (2 * machines + 2) * (machines + 1),
+        timeout=timeout + _MEETING_TIMEOUT_S + CONNECTION_TIMEOUT_S * (2 * machines + 2) * (machines + 1),
         env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
     )
     answer = (done.stdout.strip().splitlines() or [""])[-1]
     try:
-        met = parse_json(answer, _ANSWER)
+        met = parse_json(answer, _MEETING_SHAPE)
     except ValueError as error:
         reason = (done.stderr.strip().splitlines() or [str(error)])[-1]
         remedy = "Run the same version of this program on every machine."
         raise LaunchError("Cannot read what the machines sent.", f"{printable(reason)}.", remedy) from None
     if not met["error"]:
-        told = [Member(**{name: one[name] for name in (*_FACTS, "unreachable")}) for one in met["members"]]
+        members = [Member(**{name: one[name] for name in (*_FACT_SHAPES, "unreachable")}) for one in met["members"]]
         # The main machine is the first in every report.
-        return compare_members(sorted(told, key=lambda one: one.rank), machines, timeout)
-    failed = f"Cannot connect to the main machine at {host}:{port}."
+        return compare_members(sorted(members, key=lambda one: one.rank), machines, timeout)
+    failure = f"Cannot connect to the main machine at {host}:{port}."
     remedy = "Check the address, that no firewall blocks the port, and that `accel doctor --nodes` runs there."
     if serves:
-        failed, remedy = f"Cannot use the port {port} for the other machines.", "Set another --main_process_port."
-    raise LaunchError(failed, f"{printable(met['error'])}.", remedy)
+        failure, remedy = f"Cannot use the port {port} for the other machines.", "Set another --main_process_port."
+    raise LaunchError(failure, f"{printable(met['error'])}.", remedy)
 
 
 def meet_machines(request: LaunchRequest, timeout: float) -> Sequence[Finding]:
@@ -177,10 +189,10 @@ def meet_machines(request: LaunchRequest, timeout: float) -> Sequence[Finding]:
             "Add the arguments of the launch: accel doctor --nodes -- --num_machines 2 --machine_rank 0 "
             "--main_process_ip ADDRESS",
         )
-    shared = (effect for name, effect in request.settings.items() if name not in _OWN_OF_MACHINE)
+    shared = (effect for name, effect in request.settings.items() if name not in _MACHINE_SETTINGS)
     settings = {label(effect.definition): str(effect.value) for effect in shared if effect.value is not None}
     port = machines.main_process_port or DEFAULT_PORT
-    versions = {name: version for name in _COMPARED if (version := installed_version(name)) is not None}
+    versions = {name: version for name in _COMPARED_PACKAGES if (version := installed_version(name)) is not None}
     me = Member(machines.machine_rank, socket.gethostname(), versions, settings)
     return meet(machines.main_process_ip, port, machines.num_machines, timeout, me)
 
@@ -193,7 +205,7 @@ def clear_for_launch(request: LaunchRequest) -> None:
     """
     if request.settings["num_machines"].value < 2:
         return
-    findings = meet_machines(request, _TIMEOUT_S)
+    findings = meet_machines(request, _MEETING_TIMEOUT_S)
     if any(finding.verdict == ERROR for finding in findings):
         raise LaunchError(
             "Cannot launch: --preflight found problems between the machines.",

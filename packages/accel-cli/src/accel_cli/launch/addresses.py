@@ -61,7 +61,7 @@ def interface_towards(host: str) -> str | None:
 
     gloo uses the address that the host name resolves to. If that is a loopback address, no other machine can reach it.
     """
-    if not all(_is_loopback(found[4][0]) for found in _resolved(socket.gethostname())):
+    if not all(_is_loopback(info[4][0]) for info in _resolved(socket.gethostname())):
         return None
     address = address_towards(host)
     if address is None or _is_loopback(address):

@@ -89,16 +89,16 @@ def main(arguments: Sequence[str]) -> int:
 def _seated(arguments: Sequence[str]) -> tuple[list[str], Port | None]:
     """Arguments for what torch would derive from the host name, and the port, reserved until it is closed."""
     own = list(arguments)
-    given = _values(own)
-    _choose_interface(given)
-    if given.get("rdzv-backend") != "c10d" or "rdzv-endpoint" not in given:
+    options = _values(own)
+    _choose_interface(options)
+    if options.get("rdzv-backend") != "c10d" or "rdzv-endpoint" not in options:
         return own, None
     from accel_cli.launch.addresses import seat_at
 
-    host, _, port = given["rdzv-endpoint"].rpartition(":")
+    host, _, port = options["rdzv-endpoint"].rpartition(":")
     seat = seat_at(host.strip("[]"), int(port))
     more = []
-    conf = given.get("rdzv-conf", "")
+    conf = options.get("rdzv-conf", "")
     if "is_host=" not in conf and seat.serves is not None:
         more.append(f"--rdzv-conf={conf}{',' if conf else ''}is_host={str(seat.serves).lower()}")
     if seat.address is not None and "PET_LOCAL_ADDR" not in os.environ:
@@ -115,9 +115,9 @@ def _hang_watch(folder: str, arguments: Sequence[str]) -> HangWatch:
     from accel_state.settings.environ import from_environment
 
     settings = from_environment(SupervisionSettings)
-    given = _values(arguments)
-    alone = given.get("nnodes") == "1" and given.get("nproc-per-node", "").isdecimal()
-    size = int(given["nproc-per-node"]) if alone else None
+    options = _values(arguments)
+    alone = options.get("nnodes") == "1" and options.get("nproc-per-node", "").isdecimal()
+    size = int(options["nproc-per-node"]) if alone else None
     hangs = HangWatch(folder, settings.hang_report_after, settings.hang_timeout, size)
     os.environ[STATUS_FOLDER_VARIABLE] = hangs.folder
     return hangs
@@ -176,10 +176,10 @@ def _failure(rank: int, failed: Any) -> Failure:
     return Failure(rank, failed.exitcode, read_record(failed.error_file), stopped=failed.exitcode == -15)
 
 
-def _choose_interface(given: Mapping[str, str]) -> None:
+def _choose_interface(options: Mapping[str, str]) -> None:
     """Set the network interface for gloo between several machines, unless the variable is already set."""
-    host = given.get("master-addr") or given.get("rdzv-endpoint", "").rpartition(":")[0].strip("[]")
-    if given.get("nnodes") == "1" or not host or os.environ.get(_INTERFACE_VARIABLE):
+    host = options.get("master-addr") or options.get("rdzv-endpoint", "").rpartition(":")[0].strip("[]")
+    if options.get("nnodes") == "1" or not host or os.environ.get(_INTERFACE_VARIABLE):
         return
     from accel_cli.launch.addresses import interface_towards
 

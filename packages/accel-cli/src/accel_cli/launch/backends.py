@@ -12,6 +12,8 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from accel_cli.config.resolved import ResolvedSetting, ResolvedSettings
+from accel_cli.launch.devices import ask_probe
+from accel_cli.launch.outer_launch import PLACE_VARIABLES
 from accel_plugins.manifest import Axis, Manifest
 from accel_plugins.resolve import BACKENDS
 from accel_state.choices import SageMakerDistributedType
@@ -22,8 +24,11 @@ from accel_state.plugins import LoadedPlugin
 from accel_state.settings.schema import BOOLEAN, Setting, field_of, setting, settings_of
 
 __all__ = (
+    "BackendRow",
     "Selection",
     "SwitchSettings",
+    "ask_backends",
+    "backend_rows",
     "backend_settings",
     "backends",
     "select",
@@ -178,11 +183,11 @@ def _label(manifest: Manifest) -> str | None:
 def tables_of_switches() -> dict[str, str]:
     """For each table of settings in a config file, the switch of its backends."""
     tables: dict[str, str] = {}
-    known: Callable[[type], Mapping[str, Setting]] = settings_of
+    settings_by_name: Callable[[type], Mapping[str, Setting]] = settings_of
     for backend in backends():
         switch: Any = backend.value.switch if backend.value else None
         if switch is not None and backend.settings is not None:
-            keys = [setting.key for setting in known(backend.settings).values()]
+            keys = [setting.key for setting in settings_by_name(backend.settings).values()]
             tables.update({key.partition(".")[0]: switch.name for key in keys if key and "." in key})
     return tables
 
@@ -192,3 +197,58 @@ def switch_of_axes() -> str:
     dividing = [manifest for manifest in BACKENDS.values() if Axis.SHARD in manifest.axes]
     first = max(dividing, key=lambda manifest: manifest.priority, default=None)
     return "" if first is None or first.switch is None else str(first.switch.name)
+
+
+# ---------------------------------------------------------------------- whether they work on this machine
+
+
+class BackendRow(NamedTuple):
+    """One backend that an installed package provides.
+
+    Args:
+        name: the name by which users select it.
+        package, version: the distribution that provides it.
+        tier: 1 is tested with real runs on a CPU, 2 is tested if a GPU is available, 3 has contract tests only; None is
+            unknown.
+        priority: of the backends that match a run, the one with the highest priority is selected.
+        state: "default" for the backend of a single process without options, "available" for others that can run,
+            "unusable" with an obstacle, "unknown" without a probe.
+        obstacle: the reason why it cannot be used; empty if there is none.
+        failure: the traceback of an error; empty if there is none.
+    """
+
+    name: str
+    package: str
+    version: str
+    tier: int | None = None
+    priority: int = 0
+    state: str = "unknown"
+    obstacle: str = ""
+    failure: str = ""
+
+
+def backend_rows(answers: Mapping[str, Mapping[str, Any]] | None = None) -> list[BackendRow]:
+    """Every installed backend, sorted by name; `answers` is the result of `ask_backends`."""
+    answered = answers or {}
+    listed = [_row(backend, answered.get(backend.name, {})) for backend in backends()]
+    present = [row for row in listed if row.state == "available" and answered[row.name]["present"]]
+    best = max((row.priority for row in present), default=None)
+    return [row._replace(state="default") if row in present and row.priority == best else row for row in listed]
+
+
+def _row(backend: LoadedPlugin[Manifest], answer: Mapping[str, Any]) -> BackendRow:
+    package, _, version = backend.origin.rpartition(" ")
+    failure = "" if backend.unmet else backend.failure or answer.get("failed", "")
+    obstacle = backend.obstacle or _last_line(failure)
+    state = "unusable" if obstacle else "available" if answer else "unknown"
+    row = BackendRow(backend.name, package, version, state=state, obstacle=obstacle, failure=failure)
+    return row if backend.value is None else row._replace(tier=backend.value.tier, priority=backend.value.priority)
+
+
+def ask_backends(environ: Mapping[str, str]) -> tuple[dict[str, Any], str]:
+    """Ask the backends in a separate process; return their answers, and the reason if that failed, else ""."""
+    return ask_probe("backends", {name: value for name, value in environ.items() if name not in PLACE_VARIABLES})
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1]

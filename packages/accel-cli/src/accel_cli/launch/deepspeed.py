@@ -22,9 +22,9 @@ __all__ = ("DEEPSPEED_LAUNCHERS", "ENVIRONMENT_FILE", "MANIFEST", "DeepSpeed", "
 DEEPSPEED_LAUNCHERS: Final = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm")
 """Ways to start processes on several machines; "standard" is torch.distributed.run on each machine."""
 
-_BY_MACHINE: Final = "standard"
-_WITHOUT_SSH: Final = "nossh"
-_BY_MPI: Final = ("openmpi", "mvapich", "mpich")
+_STANDARD_LAUNCHER: Final = "standard"
+_NOSSH_LAUNCHER: Final = "nossh"
+_MPI_LAUNCHERS: Final = ("openmpi", "mvapich", "mpich")
 """Ways in which DeepSpeed always uses every slot of the hostfile."""
 
 ENVIRONMENT_FILE: Final = "DS_ENV_FILE"
@@ -59,7 +59,7 @@ def _own_launcher(settings: ResolvedSettings) -> ResolvedSetting | None:
     if chosen.value is None:
         hostfile = settings["deepspeed_config.deepspeed_hostfile"]
         return hostfile if hostfile.value is not None else None
-    return chosen if chosen.value != _BY_MACHINE and settings["num_machines"].value > 1 else None
+    return chosen if chosen.value != _STANDARD_LAUNCHER and settings["num_machines"].value > 1 else None
 
 
 MANIFEST: Final = LauncherManifest(
@@ -90,7 +90,7 @@ class DeepSpeed(ProgramLauncher):
         chosen = tuple(f"--{name}={value}" for name, value in filters.items() if value)
         _check(settings, way, chosen)
         total, processes = machines.num_processes, None
-        counts = [f"--num_nodes={machines.num_machines}"] if settings["num_machines"].given else []
+        counts = [f"--num_nodes={machines.num_machines}"] if settings["num_machines"].is_set else []
         if total is not None:
             processes = max(total // machines.num_machines, 1)
             counts.append(f"--num_gpus={processes}")
@@ -98,9 +98,13 @@ class DeepSpeed(ProgramLauncher):
             "deepspeed",
             "--no_local_rank",
             f"--hostfile={own.deepspeed_hostfile}",
-            *(("--no_ssh", f"--node_rank={machines.machine_rank}") if way == _WITHOUT_SSH else (f"--launcher={way}",)),
+            *(
+                ("--no_ssh", f"--node_rank={machines.machine_rank}")
+                if way == _NOSSH_LAUNCHER
+                else (f"--launcher={way}",)
+            ),
             # A filter replaces the numbers of machines and devices.
-            *(chosen or (() if way in _BY_MPI else counts)),
+            *(chosen or (() if way in _MPI_LAUNCHERS else counts)),
             *((f"--master_addr={machines.main_process_ip}",) if machines.main_process_ip else ()),
             f"--master_port={machines.main_process_port or DEFAULT_PORT}",
             *request.program,
@@ -112,7 +116,7 @@ def _check(settings: ResolvedSettings, way: str, filters: tuple[str, ...]) -> No
     """Check for settings that DeepSpeed's launcher does not support, or would misread."""
     from accel_cli.launch.mpi import read_hostfile
 
-    failed = f"Cannot launch with deepspeed_multinode_launcher={way}."
+    failure = f"Cannot launch with deepspeed_multinode_launcher={way}."
     hostfile = settings["deepspeed_config.deepspeed_hostfile"]
     if len(filters) > 1:
         raise Conflict(
@@ -122,13 +126,13 @@ def _check(settings: ResolvedSettings, way: str, filters: tuple[str, ...]) -> No
         )
     if hostfile.value is None:
         raise SettingError(
-            failed,
+            failure,
             "There is no hostfile that lists the machines.",
             "Set --deepspeed_hostfile, or start each machine with --deepspeed_multinode_launcher standard.",
         )
-    if way == _WITHOUT_SSH and not settings["main_process_ip"].value:
+    if way == _NOSSH_LAUNCHER and not settings["main_process_ip"].value:
         raise SettingError(
-            failed,
+            failure,
             "Each machine starts its own processes, and needs the address of the main machine, which is missing.",
             "Set --main_process_ip and --machine_rank on each machine.",
         )
@@ -140,17 +144,17 @@ def _check(settings: ResolvedSettings, way: str, filters: tuple[str, ...]) -> No
             f"It does not set the number of processes on {', '.join(unknown)}.",
             f"Write it as: {unknown[0]} slots=4",
         )
-    if way in _BY_MPI and filters:
+    if way in _MPI_LAUNCHERS and filters:
         obstacle = "DeepSpeed starts a process on every slot of the hostfile through MPI."
-        raise Conflict(failed, obstacle, "Remove the filter, and the lines of other machines from the hostfile.")
+        raise Conflict(failure, obstacle, "Remove the filter, and the lines of other machines from the hostfile.")
     there = {"num_machines": len(hosts), "num_processes": sum(host.slots or 0 for host in hosts)}
     for name, count in there.items():
-        given = settings[name]
-        exact = way in _BY_MPI and given.given and given.value != count
-        if exact or (name == "num_machines" and given.given and given.value > count and not filters):
+        setting = settings[name]
+        exact = way in _MPI_LAUNCHERS and setting.is_set and setting.value != count
+        if exact or (name == "num_machines" and setting.is_set and setting.value > count and not filters):
             every = "DeepSpeed starts a process on every slot of the hostfile through MPI, and " if exact else ""
             raise Conflict(
-                f"Cannot combine {given.text} and deepspeed_hostfile ({hostfile.origin}).",
+                f"Cannot combine {setting.text} and deepspeed_hostfile ({hostfile.origin}).",
                 f"{every}{hostfile.value} lists {count} {'machine(s)' if name == 'num_machines' else 'slots'}.",
                 "Correct one of them.",
             )

@@ -69,22 +69,22 @@ def best_devices() -> dict[str, Any]:
     return best
 
 
-def describe_devices(asked: str) -> dict[str, Any]:
+def describe_devices(failure: str) -> dict[str, Any]:
     """The result of `probe.describe_devices`, with `undescribed`: the reason why there are no descriptions, or "".
 
     To describe a device, torch initialises it. If that fails, hangs or ends the process, the result has what torch
     knows without it: its version, and the number of devices of each family.
 
     Args:
-        asked: the first sentence of an error message.
+        failure: the first sentence of an error message.
 
     Raises:
         LaunchError: torch does not answer without initialising a device either.
     """
     try:
-        return {**ask_torch(asked, describe=True), "undescribed": ""}
+        return {**ask_torch(failure, describe=True), "undescribed": ""}
     except LaunchError as error:
-        counted = ask_torch(asked)
+        counted = ask_torch(failure)
         return {**counted, "described": {}, "software": {}, "silent": {}, "undescribed": error.obstacle}
 
 
@@ -99,11 +99,11 @@ def usual_variables() -> Mapping[str, str]:
     return {name: value for spec in SPECS.values() for name, value in spec.launching.items()}
 
 
-def ask_torch(asked: str, describe: bool = False) -> dict[str, Any]:
+def ask_torch(failure: str, describe: bool = False) -> dict[str, Any]:
     """The result of `probe.probe_devices`, from a separate process.
 
     Args:
-        asked: the first sentence of an error message.
+        failure: the first sentence of an error message.
         describe: return the result of `probe.describe_devices`, which takes longer.
 
     Raises:
@@ -112,7 +112,7 @@ def ask_torch(asked: str, describe: bool = False) -> dict[str, Any]:
     answer, obstacle = ask_probe("descriptions" if describe else "devices", os.environ)
     if obstacle:
         remedy = "Set --num_processes, or repair the installation of torch (test: python -c 'import torch')."
-        raise LaunchError(asked, f"The query of torch failed: {obstacle}", remedy)
+        raise LaunchError(failure, f"The query of torch failed: {obstacle}", remedy)
     return answer
 
 

@@ -21,10 +21,10 @@ _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _OUR_PACKAGES = frozenset(
     f"accel_{name}" for name in ("state", "ops", "data", "bigmodel", "tracking", "plugins", "cli", "torch")
 ) | {"accelerate"}
-_MOST_SAMPLES = 64
-_LONGEST_SAMPLE = 100
-_LONGEST_CHAIN = 8
-_LONGEST_CAUSE = 1000
+_MAX_SAMPLES = 64
+_MAX_SAMPLE_CHARACTERS = 100
+_MAX_CHAIN_LENGTH = 8
+_MAX_CAUSE_CHARACTERS = 1000
 
 
 def record_error(error: BaseException, shown: bool) -> bool:
@@ -74,13 +74,13 @@ def failure_fingerprint(error: BaseException) -> dict[str, Any]:
         "type": f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins."),
         "frame": f"{path}:{line} in {name}" if path else "",
         "step": record.run_step if record is not None else 0,
-        "samples": [str(sample)[:_LONGEST_SAMPLE] for sample in samples[:_MOST_SAMPLES]],
+        "samples": [str(sample)[:_MAX_SAMPLE_CHARACTERS] for sample in samples[:_MAX_SAMPLES]],
         "kind": str(getattr(judged, "kind", "")),
         "causes": [
             {
                 "types": [base.__qualname__ for base in type(one).__mro__[:-2]],
                 "errno": getattr(one, "errno", None) if isinstance(one, OSError) else None,
-                "text": str(one)[:_LONGEST_CAUSE],
+                "text": str(one)[:_MAX_CAUSE_CHARACTERS],
             }
             for one in chain
         ],
@@ -90,7 +90,7 @@ def failure_fingerprint(error: BaseException) -> dict[str, Any]:
 def _chain(error: BaseException) -> list[BaseException]:
     """The error and its causes, the newest first."""
     chain, left = [error], error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    while left is not None and len(chain) < _LONGEST_CHAIN and left not in chain:
+    while left is not None and len(chain) < _MAX_CHAIN_LENGTH and left not in chain:
         chain.append(left)
         left = left.__cause__ or (None if left.__suppress_context__ else left.__context__)
     return chain
@@ -126,7 +126,9 @@ def _samples_of(frames: list[FrameType]) -> list[str]:
         read = names.get("idx", read)
     seeded = any(type(getattr(names.get("self"), "dataset", None)).__name__ == "SeededSamples" for names in reading)
     batch = [] if read is None else read if isinstance(read, list) else [read]
-    return [str(index[-1] if seeded and isinstance(index, tuple) else index)[:_LONGEST_SAMPLE] for index in batch]
+    return [
+        str(index[-1] if seeded and isinstance(index, tuple) else index)[:_MAX_SAMPLE_CHARACTERS] for index in batch
+    ]
 
 
 def _read_by_workers(frames: list[FrameType]) -> int | None:

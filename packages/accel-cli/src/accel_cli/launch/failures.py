@@ -41,7 +41,7 @@ __all__ = (
 
 # ---------------------------------------------------------------------- failed processes
 
-_MEANINGS: Final = {
+_MEANINGS_OF_SIGNALS: Final = {
     "SIGKILL": "probably the machine ran out of memory, or a user killed the process; check `dmesg`",
     "SIGSEGV": "a crash in native code; the lines above, if any, show the Python code that called it",
     "SIGABRT": "native code aborted, as gloo does if tensor sizes differ between processes; see the lines above",
@@ -53,7 +53,7 @@ _MEANINGS: Final = {
     "SIGPIPE": "the reader of its output has closed it",
 }
 
-_LOST_PEER: Final = (
+_LOST_PEER_TEXT: Final = (
     r"Connection (closed|reset|refused)|Broken pipe|Application timeout caused pair closure|Timed out waiting \d+ms"
     r"|gloo/|NCCL|[Ss]ocket (has )?(timed out|closed)|recvValue failed|Dist(Network|Store|Backend)Error"
     r"|StoreUnreachable|CollectiveError|remote process (has )?exited|failed to connect to .* server"
@@ -64,22 +64,22 @@ _LOST_PEER: Final = (
 PORT_TAKEN: Final = r"EADDRINUSE|[Aa]ddress already in use|port is in use"
 """Pattern of the errors of a process that could not listen on a port."""
 
-_ABORT: Final = -6
+_ABORT_CODE: Final = -6
 
-_SEEN_LATE: Final = 1.0
+_MAX_DETECTION_DELAY_S: Final = 1.0
 """Longest delay in seconds until the launcher sees the end of a process."""
 
-_CRASHES: Final = frozenset(
+_CRASH_SIGNALS: Final = frozenset(
     int(getattr(signal, name)) for name in ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL") if hasattr(signal, name)
 )
 """Signals with which native code ends a process."""
 
-_LONGEST: Final = 400
+_MAX_ERROR_CHARACTERS: Final = 400
 """Largest number of characters of one rank's error in the summary."""
 
-_MOST_NAMED: Final = 8
+_MAX_NAMED_RANKS: Final = 8
 
-_RESUMABLE: Final = (
+_RESUMABLE_MESSAGE: Final = (
     f"accel launch: The run was asked to end and saved a checkpoint; launch it again to resume (exit code {RESUME})."
 )
 
@@ -142,13 +142,13 @@ class Failure(NamedTuple):
     @property
     def fingerprint(self) -> dict[str, Any]:
         """The runner's record of its error; empty if there is none."""
-        found = self._extra.get("fingerprint")
-        return found if isinstance(found, dict) else {}
+        fingerprint = self._extra.get("fingerprint")
+        return fingerprint if isinstance(fingerprint, dict) else {}
 
     @property
     def is_own(self) -> bool:
         """Whether the process failed by itself; a process that was asked to end may have crashed before."""
-        return not self.stopped or self.record is not None or -(self.code or 0) in _CRASHES
+        return not self.stopped or self.record is not None or -(self.code or 0) in _CRASH_SIGNALS
 
     @property
     def is_victim(self) -> bool:
@@ -156,7 +156,7 @@ class Failure(NamedTuple):
         if self.missed:
             return True
         text = str((self.record or {}).get("message") or "")
-        return re.search(_LOST_PEER, text) is not None and re.search(PORT_TAKEN, text) is None
+        return re.search(_LOST_PEER_TEXT, text) is not None and re.search(PORT_TAKEN, text) is None
 
     @property
     def _extra(self) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def meaning(number: int) -> str:
         name = signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-    said = _MEANINGS.get(name)
+    said = _MEANINGS_OF_SIGNALS.get(name)
     return f"signal {number} ({name})" + (f": {said}" if said else "")
 
 
@@ -200,8 +200,8 @@ def first_failure(failures: Sequence[Failure]) -> Failure:
 
     def order(failure: Failure) -> tuple[bool, float]:
         by_signal = failure.record is None and failure.code is not None and failure.code < 0 and not failure.stopped
-        aborted = failure.code == _ABORT and any(other is not failure and not other.is_victim for other in own)
-        unseen = float("-inf") if failure.ended is None else failure.ended - _SEEN_LATE
+        aborted = failure.code == _ABORT_CODE and any(other is not failure and not other.is_victim for other in own)
+        unseen = float("-inf") if failure.ended is None else failure.ended - _MAX_DETECTION_DELAY_S
         return failure.is_victim or aborted, unseen if by_signal else failure.time
 
     return min(own or failures, key=order)
@@ -222,7 +222,7 @@ def report(failures: Sequence[Failure], processes: int, first: Failure | None = 
     first = first or first_failure(failures)
     if first.code == RESUME:
         if not quiet:
-            print(_RESUMABLE, file=sys.stderr, flush=True)
+            print(_RESUMABLE_MESSAGE, file=sys.stderr, flush=True)
         return
     lines = [] if quiet else [_headline(first, processes), *_others(failures, first)]
     if first.trace and not first.shown:
@@ -242,7 +242,9 @@ def _part(first: Failure) -> str:
     """The description of the first process in the summary: it failed, or waited for others without success."""
     if not first.missed:
         return "failed first"
-    named = ", ".join(map(str, first.missed[:_MOST_NAMED])) + (" and others" if len(first.missed) > _MOST_NAMED else "")
+    named = ", ".join(map(str, first.missed[:_MAX_NAMED_RANKS])) + (
+        " and others" if len(first.missed) > _MAX_NAMED_RANKS else ""
+    )
     return f"waited without success for process {named}"
 
 
@@ -258,10 +260,10 @@ def _first_part(text: str) -> str:
     lines = text.strip().splitlines() or [""]
     if lines[0].startswith('File "'):
         # A syntax error, which begins with its file and line.
-        return lines[-1][:_LONGEST]
+        return lines[-1][:_MAX_ERROR_CHARACTERS]
     obstacle = lines[1].strip() if len(lines) > 1 and lines[1].startswith((" ", "\t")) else ""
     first = f"{lines[0]} {obstacle}".rstrip()
-    return first if len(first) <= _LONGEST else f"{first[:_LONGEST]} ..."
+    return first if len(first) <= _MAX_ERROR_CHARACTERS else f"{first[:_MAX_ERROR_CHARACTERS]} ..."
 
 
 def _others(failures: Sequence[Failure], first: Failure) -> list[str]:
@@ -274,34 +276,34 @@ def _others(failures: Sequence[Failure], first: Failure) -> list[str]:
 FAILURES: Final = "failures.jsonl"
 """File in a run's folder, with one line for each failure."""
 
-Kind = Literal["killed", "outside", "hang", "out of memory", "final", "error", "data", "numerics", "hardware"]
+FailureKind = Literal["killed", "outside", "hang", "out of memory", "final", "error", "data", "numerics", "hardware"]
 """Kinds of failures. "outside": a lost peer, a port in use or an error of the file system, which time may resolve.
 "final": another attempt would end in the same way, because a disk is full, access is refused, the program or its
 settings are wrong, or the user interrupted it. "error": any other exception, exit code or crash, or a process that
 ended with exit code 0 while others needed it. "data", "numerics" and "hardware": a guard of training steps raised its
 error, and this is the likely cause."""
 
-_JUDGED: Final[tuple[Kind, ...]] = ("data", "numerics", "hardware")
+_GUARD_KINDS: Final[tuple[FailureKind, ...]] = ("data", "numerics", "hardware")
 """Kinds that an error of a guard names itself."""
 
-_TRANSIENT: Final = frozenset({"killed", "outside", "hang", "hardware"})
+_TRANSIENT_KINDS: Final = frozenset({"killed", "outside", "hang", "hardware"})
 """Kinds that may not occur in another attempt."""
 
-_PATIENCE: Final = 3
+_MAX_REPEATED_FAILURES: Final = 3
 """How often in a row a transient failure may repeat at the same position without progress."""
 
-_LONGEST_PAUSE: Final = 60.0
+_MAX_RESTART_PAUSE_S: Final = 60.0
 
-_OUT_OF_MEMORY: Final = (
+_OUT_OF_MEMORY_TEXT: Final = (
     r"out of memory|can't allocate memory|Cannot allocate memory|Unable to allocate|OutOfMemory|MemoryError"
 )
-_MACHINE: Final = r"(?i)uncorrectable ECC|Xid|device .*(lost|unavailable)|fallen off the bus|NVLink"
-_REFUSED: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
-_HICCUPS: Final = (
+_HARDWARE_TEXT: Final = r"(?i)uncorrectable ECC|Xid|device .*(lost|unavailable)|fallen off the bus|NVLink"
+_REFUSED_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
+_TRANSIENT_ERRNOS: Final = (
     *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.EAGAIN, errno.EBUSY, errno.ENODEV, errno.ENXIO),
     *(errno.ECONNRESET, errno.ECONNREFUSED, errno.EPIPE, errno.EHOSTUNREACH, errno.ENETUNREACH),
 )
-_PROGRAM: Final = (
+_PROGRAM_ERRORS: Final = (
     "SyntaxError",
     "ImportError",
     "NameError",
@@ -311,19 +313,19 @@ _PROGRAM: Final = (
     "PluginError",
 )
 
-_RULES: Final[tuple[tuple[Kind, Sequence[str], Sequence[int], str], ...]] = (
+_KIND_RULES: Final[tuple[tuple[FailureKind, Sequence[str], Sequence[int], str], ...]] = (
     ("final", ("KeyboardInterrupt",), (), ""),
-    ("out of memory", (), (errno.ENOMEM,), _OUT_OF_MEMORY),
+    ("out of memory", (), (errno.ENOMEM,), _OUT_OF_MEMORY_TEXT),
     ("final", (), (), "No space left on device"),
     ("outside", (), (errno.EADDRINUSE,), PORT_TAKEN),
-    ("final", (), _REFUSED, ""),
-    ("outside", ("ConnectionError",), _HICCUPS, _MACHINE),
+    ("final", (), _REFUSED_ERRNOS, ""),
+    ("outside", ("ConnectionError",), _TRANSIENT_ERRNOS, _HARDWARE_TEXT),
     ("killed", (), (), r"is killed by signal: (Killed|Terminated)"),
-    ("final", _PROGRAM, (), ""),
+    ("final", _PROGRAM_ERRORS, (), ""),
 )
 """How an error is classified: the first rule with a class of the error, an errno, or a text of it or of its causes."""
 
-_KILLS: Final = (
+_KILL_SIGNALS: Final = (
     {int(signal.SIGKILL), int(signal.SIGTERM), int(getattr(signal, "SIGHUP", 0))} if os.name == "posix" else {9}
 )
 
@@ -359,7 +361,7 @@ class Cause(NamedTuple):
         victims: ranks that failed because of it.
     """
 
-    kind: Kind
+    kind: FailureKind
     rank: int | None
     fingerprint: Fingerprint
     message: str
@@ -368,7 +370,7 @@ class Cause(NamedTuple):
     @property
     def is_transient(self) -> bool:
         """Whether the failure may not occur in another attempt."""
-        return self.kind in _TRANSIENT
+        return self.kind in _TRANSIENT_KINDS
 
 
 class Decision(NamedTuple):
@@ -447,10 +449,12 @@ def _cause_of_victims(failures: Sequence[Failure], codes: Mapping[int, int | Non
     step = steps.get(rank, 0)
     if codes.get(rank, -1) == 0:
         return Cause("error", rank, Fingerprint("exit code 0", step=step), "ended with exit code 0 early", victims)
-    told = next((one for one in own if f"Process {rank} failed: " in str((one.record or {}).get("message"))), None)
-    if told is not None:
+    reporter = next((one for one in own if f"Process {rank} failed: " in str((one.record or {}).get("message"))), None)
+    if reporter is not None:
         # Another process received the error of this process, which is still ending or could not record it.
-        return Cause(_kind_of(told), rank, _fingerprint(told, "error", step)._replace(step=step), message, victims)
+        return Cause(
+            _kind_of(reporter), rank, _fingerprint(reporter, "error", step)._replace(step=step), message, victims
+        )
     if rank in codes and codes[rank] is None:
         return Cause("hang", rank, Fingerprint("missed", step=step), message, victims)
     return Cause("outside", rank, Fingerprint("lost peer", step=step), message, victims)
@@ -479,7 +483,7 @@ def _cause_of_code(first: Failure, step: int, victims: tuple[int, ...], oom_kill
         name = signal.Signals(number).name
     except ValueError:
         name, number = f"exit code {code}", 0
-    kind: Kind = "killed" if number in _KILLS else "final" if number == signal.SIGINT else "error"
+    kind: FailureKind = "killed" if number in _KILL_SIGNALS else "final" if number == signal.SIGINT else "error"
     if oom_killed and number == signal.SIGKILL:
         kind = "out of memory"
     text = ending(first.code) + (f" ({_memory_numbers()})" if kind == "out of memory" else "")
@@ -487,22 +491,22 @@ def _cause_of_code(first: Failure, step: int, victims: tuple[int, ...], oom_kill
 
 
 def _fingerprint(failure: Failure, fallback: str, step: int) -> Fingerprint:
-    found = failure.fingerprint
-    samples = found.get("samples")
-    given = found.get("step")
+    recorded = failure.fingerprint
+    samples = recorded.get("samples")
+    recorded_step = recorded.get("step")
     return Fingerprint(
-        str(found.get("type") or failure.message.partition(":")[0] or fallback),
-        str(found.get("frame") or ""),
-        given if isinstance(given, int) and given >= 0 else step,
+        str(recorded.get("type") or failure.message.partition(":")[0] or fallback),
+        str(recorded.get("frame") or ""),
+        recorded_step if isinstance(recorded_step, int) and recorded_step >= 0 else step,
         tuple(map(str, samples)) if isinstance(samples, list) else (),
     )
 
 
-def _kind_of(first: Failure) -> Kind:
+def _kind_of(first: Failure) -> FailureKind:
     """The kind of failure of an error, from its classes, and from the numbers and texts of its causes too."""
     judged = first.fingerprint.get("kind")
-    if judged in _JUDGED:
-        return next(kind for kind in _JUDGED if kind == judged)
+    if judged in _GUARD_KINDS:
+        return next(kind for kind in _GUARD_KINDS if kind == judged)
     causes = [one for one in first.fingerprint.get("causes") or () if isinstance(one, dict)]
     names = {str(name) for one in causes[:1] for name in one.get("types") or ()}
     numbers = {one.get("errno") for one in causes}
@@ -511,7 +515,7 @@ def _kind_of(first: Failure) -> Kind:
     return next(
         (
             kind
-            for kind, classes, errnos, pattern in _RULES
+            for kind, classes, errnos, pattern in _KIND_RULES
             if not names.isdisjoint(classes) or not numbers.isdisjoint(errnos) or (pattern and re.search(pattern, text))
         ),
         "error",
@@ -524,8 +528,8 @@ def _kind_of(first: Failure) -> Kind:
 def _memory_numbers() -> str:
     limit, peak = (_first_line(os.path.join(CGROUP, name)) for name in ("memory.max", "memory.peak"))
     total = numbers_of("/proc/meminfo").get("MemTotal:", 0) * 1024
-    known = {"limit": limit, "most used": peak, "memory of the machine": str(total or "")}
-    return ", ".join(f"{name} {int(text) / 2**30:.2f} GiB" for name, text in known.items() if text.isdecimal())
+    sizes = {"limit": limit, "most used": peak, "memory of the machine": str(total or "")}
+    return ", ".join(f"{name} {int(text) / 2**30:.2f} GiB" for name, text in sizes.items() if text.isdecimal())
 
 
 def _first_line(path: str) -> str:
@@ -572,7 +576,7 @@ class RestartPolicy:
             return Decision(False, stop)
         self._restarts += 1
         waits = self._without_progress - (0 if cause.kind == "outside" else 1)
-        pause = 0.0 if waits <= 0 else min(2.0 ** (waits - 1), _LONGEST_PAUSE)
+        pause = 0.0 if waits <= 0 else min(2.0 ** (waits - 1), _MAX_RESTART_PAUSE_S)
         return Decision(True, f"{cause.kind}: restart {self._restarts} of {self._max_restarts}", pause)
 
     def _reason_to_stop(self, cause: Cause) -> str:
@@ -611,7 +615,9 @@ class RestartPolicy:
         if not cause.is_transient:
             return bool(alike)
         exact = mine.step > 0 and cause.kind != "outside"
-        return len(alike) >= _PATIENCE or (exact and any(one.fingerprint.step == mine.step for one in alike))
+        return len(alike) >= _MAX_REPEATED_FAILURES or (
+            exact and any(one.fingerprint.step == mine.step for one in alike)
+        )
 
     def killed_for_memory(self) -> bool:
         """Whether the system has killed a process for lack of memory since the last call."""

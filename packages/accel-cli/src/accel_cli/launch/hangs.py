@@ -25,16 +25,16 @@ from accel_state.watch.status import RankStatus, read_statuses, request_stacks
 
 __all__ = ("HangWatch",)
 
-_STUCK: Final = 5.0
+_STUCK_AFTER_S: Final = 5.0
 """Seconds in one collective after which the launcher asks the processes for their position."""
 
-_CANNOT_END: Final = 2.0
+_CANNOT_END_AFTER_S: Final = 2.0
 """Seconds in one collective of all processes after which it cannot end without a process that has ended."""
 
-_BUSY: Final = 0.05
+_BUSY_SHARE: Final = 0.05
 """Share of a processor below which a process counts as waiting; the threads that report its position use about 0.01."""
 
-_SPARE: Final = 0.3
+_SPARE_CPU_S: Final = 0.3
 """Seconds of processor time that a process may use in addition, to report its position."""
 
 
@@ -100,7 +100,7 @@ class HangWatch:
             self._hang = min(waiting, key=lambda call: waiting[call], default=None)
             self._next_report, self._text = self._first_report, ""
         self.waited = 0.0 if self._hang is None else max(now - waiting[self._hang], 0.0)
-        if self.waited < _STUCK:
+        if self.waited < _STUCK_AFTER_S:
             return False
         self._text = self._described()
         request_stacks(self.folder)
@@ -120,7 +120,7 @@ class HangWatch:
                 continue
             idle = self._idle.setdefault(rank, _Idle())
             since = idle.since(seen, now)
-            if now - since >= _STUCK:
+            if now - since >= _STUCK_AFTER_S:
                 request_stacks(self.folder)
                 if idle.waits_for_others:
                     waiting[rank, seen.number] = since
@@ -136,7 +136,7 @@ class HangWatch:
         if not codes or not waiting or any(codes.values()):
             return []
         begun = [_begin_of_wait(self._seen.get(rank)) for rank in waiting]
-        return sorted(codes) if all(since and now - since >= _CANNOT_END for since in begun) else []
+        return sorted(codes) if all(since and now - since >= _CANNOT_END_AFTER_S for since in begun) else []
 
     def tell(self) -> None:
         """Print where the processes are, if they wait."""
@@ -149,8 +149,8 @@ class HangWatch:
 
     def _described(self) -> str:
         size = self._world_size if self._world_size is not None else max(self._seen, default=-1) + 1
-        known = range(size) if self._world_size is not None else sorted(self._seen)
-        sentences = [describe_ranks(self._seen, size, known=known) + "."]
+        ranks = range(size) if self._world_size is not None else sorted(self._seen)
+        sentences = [describe_ranks(self._seen, size, ranks=ranks) + "."]
         sentences += [f"Process {rank} {ending(code)}." for rank, code in sorted(self._codes().items())]
         return "\n  ".join((*sentences, *_in_the_system(self._seen.items())))
 
@@ -183,7 +183,12 @@ class _Idle:
         # Reading the processor time of many threads takes long, and is not necessary for a process that makes steps.
         used = processor_seconds(seen.pid) if progress == self._progress else None
         moved = seen.has_stack and self._place not in (None, place)
-        if used is None or self._used is None or moved or used - self._used > _SPARE + _BUSY * (now - self._began):
+        if (
+            used is None
+            or self._used is None
+            or moved
+            or used - self._used > _SPARE_CPU_S + _BUSY_SHARE * (now - self._began)
+        ):
             self._began, self._used, self._progress = now, used, progress
             self._place, self.waits_for_others = None, False
         if seen.has_stack:

@@ -120,14 +120,14 @@ class LauncherManifest:
             Missing: a package is not installed, or has another version.
             NotFound: a program is not on the path.
         """
-        failed = f"Cannot start processes with the launcher {self.name!r}."
+        failure = f"Cannot start processes with the launcher {self.name!r}."
         for requirement in self.requires:
-            requirement.demand(failed)
+            requirement.demand(failure)
         for program in self.programs:
             from shutil import which
 
             if which(program.name) is None:
-                raise NotFound(failed, f"`{program.name}` is not on the path.", program.remedy)
+                raise NotFound(failure, f"`{program.name}` is not on the path.", program.remedy)
 
 
 class Script(NamedTuple):
@@ -264,7 +264,7 @@ class LaunchRequest:
     @property
     def axes(self) -> list[ResolvedSetting]:
         """The given sizes and implementations of mesh axes."""
-        return [setting for name, setting in self.settings.items() if name.startswith(_MESH_TABLE) and setting.given]
+        return [setting for name, setting in self.settings.items() if name.startswith(_MESH_TABLE) and setting.is_set]
 
     def local_processes(self) -> int:
         """Number of processes to start on this machine.
@@ -304,9 +304,9 @@ class LaunchRequest:
         switch = self.selection.switch if self.selection is not None else None
         if switch is not None and switch.variable:
             variables[switch.variable] = "true"
-        if axes and not settings["use_parallelism_config"].given:
+        if axes and not settings["use_parallelism_config"].is_set:
             variables[_variable(settings["use_parallelism_config"])] = "true"
-        if self.backend is not None and not settings["backend"].given:
+        if self.backend is not None and not settings["backend"].is_set:
             variables[_variable(settings["backend"])] = self.backend
         return variables
 

@@ -9,7 +9,7 @@ from accel_cli.launch.backends import backend_settings
 from accel_cli.launch.interface import AUTO, Launcher, LauncherManifest, LaunchRequest, Program
 from accel_cli.launch.settings import LAUNCH_CLASSES, LAUNCHER_ONLY
 from accel_state.choices import ComputeEnvironment
-from accel_state.clusters.slurm import in_batch_script
+from accel_state.clusters.systems import in_batch_script
 from accel_state.plugins import Interface, LoadedPlugin, PluginGroup
 from accel_state.settings.installed import Requirement
 
@@ -28,10 +28,10 @@ __all__ = (
     "load_launcher",
 )
 
-_SETTINGS: Final = "accel_cli.launch.settings"
+_SETTINGS_MODULE: Final = "accel_cli.launch.settings"
 
 
-def _this_machine(request: LaunchRequest) -> str:
+def _on_one_machine(request: LaunchRequest) -> str:
     return "one machine"
 
 
@@ -54,7 +54,7 @@ def _by_allocation(request: LaunchRequest) -> str | None:
     """An allocation of several nodes, outside its steps, if the settings do not describe machines."""
     environ = request.machine.environ
     nodes = environ.get("SLURM_JOB_NUM_NODES", "")
-    described = any(request.settings[name].given for name in ("num_machines", "machine_rank", "main_process_ip"))
+    described = any(request.settings[name].is_set for name in ("num_machines", "machine_rank", "main_process_ip"))
     if described or not request.allocations or not in_batch_script(environ):
         return None
     if not nodes.isdecimal() or int(nodes) < 2:
@@ -66,7 +66,7 @@ LOCAL: Final = LauncherManifest(
     "local",
     "accel_cli.launch.local:Local",
     "start and supervise the processes on this machine",
-    called_for=_this_machine,
+    called_for=_on_one_machine,
     one_machine=True,
 )
 TORCHRUN: Final = LauncherManifest(
@@ -81,7 +81,7 @@ SLURM: Final = LauncherManifest(
     "slurm",
     "accel_cli.launch.slurm:Slurm",
     "start the processes in a Slurm allocation, or submit a Slurm job",
-    f"{_SETTINGS}:SlurmSettings",
+    f"{_SETTINGS_MODULE}:SlurmSettings",
     _by_allocation,
     priority=20,
 )
@@ -89,7 +89,7 @@ MPI: Final = LauncherManifest(
     "mpi",
     "accel_cli.launch.mpi:Mpi",
     "start the processes through mpirun, on the machines of a hostfile",
-    f"{_SETTINGS}:MPISettings",
+    f"{_SETTINGS_MODULE}:MPISettings",
     _by_hostfile,
     priority=50,
     programs=(Program("mpirun", "Install MPI, for example with: conda install -c conda-forge openmpi"),),
@@ -98,7 +98,7 @@ SAGEMAKER: Final = LauncherManifest(
     "sagemaker",
     "accel_cli.launch.sagemaker:SageMaker",
     "submit a training job to Amazon SageMaker",
-    f"{_SETTINGS}:SageMakerSettings",
+    f"{_SETTINGS_MODULE}:SageMakerSettings",
     _by_sagemaker,
     priority=60,
     requires=(Requirement("sagemaker", versions="<3"),),
@@ -132,8 +132,8 @@ def find_launcher(name: str, origin: str) -> LauncherManifest:
         SettingError: there is no launcher with that name.
         PluginError: several packages provide it, or it could not be loaded.
     """
-    failed = f"Cannot use the launcher {name!r} ({origin})."
-    return _with_settings(LAUNCHERS.find(name, failed, others=(AUTO,))).get(failed)
+    failure = f"Cannot use the launcher {name!r} ({origin})."
+    return _with_settings(LAUNCHERS.find(name, failure, others=(AUTO,))).get(failure)
 
 
 def load_launcher(manifest: LauncherManifest) -> Launcher:

@@ -30,14 +30,13 @@ from accel_cli.launch.failures import (
     report,
     shell_code,
 )
-from accel_cli.launch.group_signals import GroupWitness
 from accel_cli.launch.interface import LaunchPlan
 from accel_cli.launch.outer_launch import PLACE_VARIABLES
 from accel_cli.launch.output import Relay
 from accel_cli.launch.port import Port
 from accel_cli.launch.run_script import PARENT_VARIABLE, STATUS_FOLDER_VARIABLE
 from accel_cli.launch.settings import MachineSettings, SupervisionSettings
-from accel_cli.launch.signals import ENDING, FORWARDED, Inbox
+from accel_cli.launch.signals import ENDING, FORWARDED, GroupWitness, Inbox
 from accel_state.errors import LaunchError, SettingError
 from accel_state.exit_codes import RESUME
 from accel_state.network import SECRET_VARIABLE, loopback_variables, new_secret
@@ -86,8 +85,10 @@ class Supervisor:
         base.update(plan.environment)
         folder = make_launch_folder()
         if not os.path.isdir(folder):
-            told = f"No folder for temporary files has room for {os.path.basename(folder)}."
-            print(f"accel launch: {told} Errors and hangs of this run are not recorded.", file=sys.stderr, flush=True)
+            problem = f"No folder for temporary files has room for {os.path.basename(folder)}."
+            print(
+                f"accel launch: {problem} Errors and hangs of this run are not recorded.", file=sys.stderr, flush=True
+            )
         try:
             if plan.environment_file:
                 base[plan.environment_file] = _environment_file(folder, plan.environment)
@@ -101,7 +102,9 @@ class Supervisor:
         policy = RestartPolicy(plan.restart_policy, plan.max_restarts, oom_kills(), plan.quiet)
         code = 0
         for attempt in itertools.count():
-            processes = _Processes(plan, {**environment, _ATTEMPT: str(attempt)} if attempt else environment, folder)
+            processes = _Processes(
+                plan, {**environment, _ATTEMPT_VARIABLE: str(attempt)} if attempt else environment, folder
+            )
             code, refused = self._accounted(processes, inbox, attempt)
             if (code == 0 and refused is None) or not plan.starts_ranks:
                 break
@@ -121,8 +124,8 @@ class Supervisor:
         """Run one attempt; return its exit code and, if the port is temporarily in use, the error."""
         unwritable = _record_in_run(processes.plan, "launch")
         if unwritable is not None and not attempt:
-            told = f"{unwritable}. The records of the run, its time and its failures may be lost."
-            print(printable(f"accel launch: Cannot write to the run's folder: {told}"), file=sys.stderr, flush=True)
+            problem = f"{unwritable}. The records of the run, its time and its failures may be lost."
+            print(printable(f"accel launch: Cannot write to the run's folder: {problem}"), file=sys.stderr, flush=True)
         code, refused = 0, None
         try:
             code = self._attempt(processes, inbox)
@@ -191,11 +194,11 @@ class Local(Supervisor):
         )
 
 
-_ATTEMPT: Final = "TORCHELASTIC_RESTART_COUNT"
+_ATTEMPT_VARIABLE: Final = "TORCHELASTIC_RESTART_COUNT"
 """Variable for the number of restarts; torchrun sets it too."""
 
 
-_PLAIN: Final = re.compile(r"[^;\n<> \t]+")
+_PLAIN_WORD: Final = re.compile(r"[^;\n<> \t]+")
 
 
 def _environment_file(folder: str, environment: Mapping[str, str]) -> str:
@@ -215,7 +218,7 @@ def _environment_file(folder: str, environment: Mapping[str, str]) -> str:
 def environment_lines(environment: Mapping[str, str]) -> Iterator[str]:
     """Lines of the file with variables; a value that a shell would split is omitted."""
     for name, value in sorted(environment.items()):
-        if _PLAIN.fullmatch(name) and _PLAIN.fullmatch(value):
+        if _PLAIN_WORD.fullmatch(name) and _PLAIN_WORD.fullmatch(value):
             yield f"{name}={value}{os.linesep}"
 
 
@@ -308,13 +311,13 @@ class _Processes:
     def _end_left_behind(self, inbox: Inbox) -> None:
         """End the remaining processes of a program that ended before them, such as an engine's launcher."""
         deadline = time.monotonic() + self.plan.grace_period
-        asked: set[int] = set()
+        signalled: set[int] = set()
         while left := with_variable(STATUS_FOLDER_VARIABLE, self._status_folder):
             late = time.monotonic() - deadline
-            for pid in left if late >= 0 else left - asked:
+            for pid in left if late >= 0 else left - signalled:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGTERM if late < 0 else signal.SIGKILL)
-            asked |= left
+            signalled |= left
             if late > _KILL_TIMEOUT_S:
                 print(f"accel launch: process {min(left)} hangs in the system.", file=sys.stderr)
                 return
@@ -326,8 +329,8 @@ class _Processes:
 
         plan = self.plan
         # Another program starts the processes itself, possibly on several machines.
-        known = (plan.processes, self._codes_of_ended) if plan.starts_ranks else (None, dict)
-        return HangWatch(self._folder, plan.hang_report_after, plan.hang_timeout, *known)
+        supervision = (plan.processes, self._codes_of_ended) if plan.starts_ranks else (None, dict)
+        return HangWatch(self._folder, plan.hang_report_after, plan.hang_timeout, *supervision)
 
     def _start(self, rank: int, store: Mapping[str, str]) -> _Process:
         plan = self.plan
@@ -352,9 +355,9 @@ class _Processes:
                 start_new_session=grouped,
             )
         except OSError as error:
-            asked = f"Cannot start process {rank} of {self._count}: {' '.join(plan.argv[:3])}."
+            failure = f"Cannot start process {rank} of {self._count}: {' '.join(plan.argv[:3])}."
             raise LaunchError(
-                asked, f"The system reports: {error}.", "Check the Python interpreter and the limits (ulimit -a)."
+                failure, f"The system reports: {error}.", "Check the Python interpreter and the limits (ulimit -a)."
             ) from None
         relay = Relay(popen, f"[rank {rank}] ") if plan.prefix_output else None
         return _Process(rank, popen, error_file, grouped, relay)
@@ -483,8 +486,8 @@ class _Processes:
                 os.unlink(os.path.join(self._status_folder, name))
 
     def _failures(self) -> list[Failure]:
-        found = (process.failure() for process in self._processes)
-        return [failure for failure in found if failure is not None]
+        failures = (process.failure() for process in self._processes)
+        return [failure for failure in failures if failure is not None]
 
     def _kill(self) -> None:
         """Kill all remaining processes of a run that did not end by itself."""
@@ -525,8 +528,8 @@ class _Processes:
         if not self._quiet:
             print(f"accel launch: ended by {signal.Signals(number).name}.", file=sys.stderr, flush=True)
         if own:
-            told = [failure for failure in own if failure.record is not None or failure.code == RESUME]
-            if told:
-                report(told, self._count, quiet=self._quiet)
+            explained = [failure for failure in own if failure.record is not None or failure.code == RESUME]
+            if explained:
+                report(explained, self._count, quiet=self._quiet)
             return own[0].exit_code
         return shell_code(-number)

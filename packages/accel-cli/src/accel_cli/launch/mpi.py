@@ -48,33 +48,33 @@ def read_hostfile(path: str, origin: str) -> tuple[Host, ...]:
     Raises:
         SettingError: it cannot be read, lists no machine, lists one twice, or has a line in another form.
     """
-    failed = f"Cannot read the hostfile {path} ({origin})."
+    failure = f"Cannot read the hostfile {path} ({origin})."
     try:
         lines = read_limited(path, from_shell=True).decode().splitlines()
     except (OSError, ValueError) as error:
         raise SettingError(
-            failed, f"It cannot be read: {error}.", "Give a text file with one machine per line."
+            failure, f"It cannot be read: {error}.", "Give a text file with one machine per line."
         ) from None
     hosts: dict[str, Host] = {}
     for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].strip()
         if not text:
             continue
-        found = _HOSTFILE_LINE.fullmatch(text)
-        if found is None:
-            raise SettingError(failed, f"{path}:{number} is not a machine: {text!r}.", "Write it as: node1 slots=4")
-        slots = found["slots"] or found["count"]
-        if found["name"] in hosts:
+        match = _HOSTFILE_LINE.fullmatch(text)
+        if match is None:
+            raise SettingError(failure, f"{path}:{number} is not a machine: {text!r}.", "Write it as: node1 slots=4")
+        slots = match["slots"] or match["count"]
+        if match["name"] in hosts:
             raise SettingError(
-                failed, f"{path}:{number} lists {found['name']} a second time.", "Remove one of the two lines."
+                failure, f"{path}:{number} lists {match['name']} a second time.", "Remove one of the two lines."
             )
-        hosts[found["name"]] = Host(found["name"], None if slots is None else int(slots))
+        hosts[match["name"]] = Host(match["name"], None if slots is None else int(slots))
     if not hosts:
-        raise SettingError(failed, f"{path} lists no machine.", "Write one machine per line, such as: node1 slots=4")
+        raise SettingError(failure, f"{path} lists no machine.", "Write one machine per line, such as: node1 slots=4")
     return tuple(hosts.values())
 
 
-_FAILED: Final = "Cannot start processes with MPI."
+_MPI_FAILURE: Final = "Cannot start processes with MPI."
 _OPEN_MPI: Final = "Open MPI"
 _VERSION_TIMEOUT_S: Final = 20.0
 
@@ -125,13 +125,15 @@ def find_mpi() -> str:
 
     if which("mpirun") is None:
         remedy = "Install MPI, for example with: conda install -c conda-forge openmpi"
-        raise NotFound(_FAILED, "`mpirun` is not on the path.", remedy)
+        raise NotFound(_MPI_FAILURE, "`mpirun` is not on the path.", remedy)
     try:
         answer = subprocess.check_output(
             ["mpirun", "--version"], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=_VERSION_TIMEOUT_S
         )
     except (OSError, subprocess.SubprocessError) as error:
-        raise SettingError(_FAILED, f"`mpirun --version` failed: {error}.", "Repair the installation of MPI.") from None
+        raise SettingError(
+            _MPI_FAILURE, f"`mpirun --version` failed: {error}.", "Repair the installation of MPI."
+        ) from None
     return _OPEN_MPI if b"Open MPI" in answer or b"OpenRTE" in answer else "Hydra"
 
 
@@ -140,18 +142,18 @@ def _hosts(settings: ResolvedSettings) -> tuple[Host, ...]:
     file, machines = settings["mpirun_config.mpirun_hostfile"], settings["num_machines"]
     if not file.value:
         raise SettingError(
-            _FAILED,
+            _MPI_FAILURE,
             "There is no hostfile that lists the machines.",
             "Set --mpirun_hostfile to the path of a file with one machine per line.",
         )
     hosts = read_hostfile(file.value, file.origin)
-    if machines.given and machines.value > len(hosts):
+    if machines.is_set and machines.value > len(hosts):
         raise Conflict(
             f"Cannot combine {machines.text} and mpirun_hostfile ({file.origin}).",
             f"{file.value} lists {len(hosts)} machine(s).",
             "Correct one of them.",
         )
-    return hosts[: machines.value] if machines.given else hosts
+    return hosts[: machines.value] if machines.is_set else hosts
 
 
 def placement(family: str, hostfile: str, processes: int) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from accel_state.settings.schema import import_object, settings_of
 
 __all__ = ("debug_launcher", "notebook_launcher")
 
-_FAILED: Final = "Cannot launch the function."
+_NOTEBOOK_FAILURE: Final = "Cannot launch the function."
 _MIXED_PRECISION: Final = settings_of(RunSettings)["mixed_precision"]
 _FORK_LAUNCHED: Final = settings_of(ProcessSettings)["fork_launched"]
 _CPU: Final = settings_of(ProcessSettings)["cpu"]
@@ -220,7 +220,9 @@ def _numbers(processes: Any, node_rank: Any, num_nodes: Any) -> tuple[int, int, 
     node_rank = _at_least(0, "node_rank", node_rank)
     if node_rank >= num_nodes:
         raise SettingError(
-            _FAILED, f"node_rank={node_rank} is not less than num_nodes={num_nodes}.", "Number the nodes from 0."
+            _NOTEBOOK_FAILURE,
+            f"node_rank={node_rank} is not less than num_nodes={num_nodes}.",
+            "Number the nodes from 0.",
         )
     return processes, node_rank, num_nodes
 
@@ -228,7 +230,9 @@ def _numbers(processes: Any, node_rank: Any, num_nodes: Any) -> tuple[int, int, 
 def _at_least(least: int, name: str, value: Any) -> int:
     number = as_int(value)
     if number is None or number < least:
-        raise SettingError(_FAILED, f"{name}={value!r} is not an integer of at least {least}.", "Correct the number.")
+        raise SettingError(
+            _NOTEBOOK_FAILURE, f"{name}={value!r} is not an integer of at least {least}.", "Correct the number."
+        )
     return number
 
 
@@ -237,14 +241,14 @@ def _check_untouched() -> None:
     current = sys.modules.get("accel_state.current")
     if current is not None and current.process_or_none() is not None:
         raise NotReady(
-            _FAILED,
+            _NOTEBOOK_FAILURE,
             "This process already has an Accelerator or a state, which every forked process would inherit.",
             "Restart the notebook, and create the Accelerator only inside the function.",
         )
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is not None and cuda.is_initialized():
         raise NotReady(
-            _FAILED,
+            _NOTEBOOK_FAILURE,
             "This process has already used a GPU, so that processes forked from it cannot use one.",
             "Restart the notebook, and use the GPU only inside the function.",
         )
@@ -257,7 +261,9 @@ def _free_port(wanted: str) -> Iterator[int]:
 
     if not str(wanted).isdecimal():
         raise SettingError(
-            _FAILED, f"use_port={wanted!r} is not a port number.", "Give a port number, or 0 to select a free port."
+            _NOTEBOOK_FAILURE,
+            f"use_port={wanted!r} is not a port number.",
+            "Give a port number, or 0 to select a free port.",
         )
     try:
         port = Port(int(wanted) or None, "use_port")
@@ -298,7 +304,7 @@ def _elastic(function: Callable[..., Any], args: Sequence[Any], options: Mapping
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         remedy = "Correct the function, and launch it again."
-        raise LaunchError(_FAILED, f"Process {rank} failed: {failure.message}", remedy) from error
+        raise LaunchError(_NOTEBOOK_FAILURE, f"Process {rank} failed: {failure.message}", remedy) from error
     finally:
         if seat.port is not None:
             seat.port.close()

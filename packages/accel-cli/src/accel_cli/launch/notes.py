@@ -48,10 +48,10 @@ def notes(request: LaunchRequest, plan: LaunchPlan | None = None) -> Iterator[st
     if config is not None and config.path == default_path(environ):
         yield f"the settings of {config.path} are used."
     for setting in settings.values():
-        for given in setting.overridden:
-            if setting.origin.startswith("$") and given.value != setting.value:
+        for candidate in setting.overridden:
+            if setting.origin.startswith("$") and candidate.value != setting.value:
                 used, name = setting.definition.type.format(setting.value), setting.definition.name
-                yield f"{setting.origin}={used} overrides {name}={given.value} ({given.origin})."
+                yield f"{setting.origin}={used} overrides {name}={candidate.value} ({candidate.origin})."
     yield from _notes_on_ignored(request)
     yield from _notes_on_devices(request)
     yield from _notes_on_arguments(request)
@@ -66,9 +66,9 @@ def notes(request: LaunchRequest, plan: LaunchPlan | None = None) -> Iterator[st
 def _notes_on_ignored(request: LaunchRequest) -> Iterator[str]:
     """Notes on values that do not act, or act against what else is given."""
     for ignored in request.ignored:
-        known = request.settings[ignored.name].definition
-        value = known.type.format(ignored.given.value)
-        yield f"{known.name}={value} ({ignored.given.origin}) is ignored: {ignored.reason}."
+        definition = request.settings[ignored.name].definition
+        value = definition.type.format(ignored.candidate.value)
+        yield f"{definition.name}={value} ({ignored.candidate.origin}) is ignored: {ignored.reason}."
     cpu, selection = request.settings["cpu"], request.selection
     if cpu.value and cpu.of_file and selection is not None and not (selection.alone or selection.on_cpu):
         yield f"the run uses the CPU: {cpu.text}."
@@ -82,7 +82,7 @@ def _notes_on_idle(request: LaunchRequest) -> Iterator[str]:
         # A launcher's setting in a file, or with a variable, may be for other launches.
         of_launcher = option.startswith("--launcher")
         meant = setting.origin.startswith("--") and setting.definition.variable is None if of_launcher else True
-        if setting.given and meant and not is_shared(setting):
+        if setting.is_set and meant and not is_shared(setting):
             value = setting.definition.type.format(setting.value)
             yield f"{name}={value} ({setting.origin}) has no effect without {option}."
     if config is None:
@@ -125,7 +125,7 @@ def _notes_on_devices(request: LaunchRequest) -> Iterator[str]:
 def _notes_on_arguments(request: LaunchRequest) -> Iterator[str]:
     """Notes on options of the launch that come after the script, which therefore receives them."""
     settings = (*settings_of(MachineSettings).values(), *settings_of(SwitchSettings).values())
-    flags = {spelling for known in settings if known.flag for spelling in spelled(known.flag)}
+    flags = {spelling for setting in settings if setting.flag for spelling in spelled(setting.flag)}
     for word in request.script.arguments:
         flag = word.partition("=")[0]
         if flag in flags:

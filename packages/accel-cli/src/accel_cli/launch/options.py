@@ -41,10 +41,10 @@ ESSENTIAL: Final = (
 )
 """Flags of the short help text: those that most runs need, besides the switches that select a backend."""
 
-_ALSO: Final = {"--tee": ("-t",), "--num_machines": ("--nnodes",), "--machine_rank": ("--node_rank",)}
+_FURTHER_SPELLINGS: Final = {"--tee": ("-t",), "--num_machines": ("--nnodes",), "--machine_rank": ("--node_rank",)}
 """Further names of flags, as in torchrun."""
 
-_PREFIX: Final = "setting:"
+_DESTINATION_PREFIX: Final = "setting:"
 
 
 def add_settings(parser: ArgumentParser, classes: Iterable[type], shown: Iterable[str] | None = None) -> None:
@@ -56,19 +56,19 @@ def add_settings(parser: ArgumentParser, classes: Iterable[type], shown: Iterabl
         shown: flags in the help text; by default all.
     """
     groups: dict[str, Any] = {}
-    for flag, known in settings_by_flag(classes).items():
-        heading = known.group or "General"
+    for flag, setting in settings_by_flag(classes).items():
+        heading = setting.group or "General"
         group = groups.get(heading) or groups.setdefault(heading, parser.add_argument_group(heading))
         options: dict[str, Any] = {"dest": destination(flag)}
-        if not is_switch(known):
-            options |= {"action": "append" if known.type is REPEATED else "store", "metavar": _metavar(known)}
+        if not is_switch(setting):
+            options |= {"action": "append" if setting.type is REPEATED else "store", "metavar": _metavar(setting)}
         else:
             options |= {"action": "store_const", "const": "true"}
             parser.add_argument(
                 *spelled(f"--no_{flag.removeprefix('--')}"), **{**options, "const": "false"}, help=SUPPRESS
             )
-        text = _meaning(known).replace("%", "%%") if shown is None or flag in shown else SUPPRESS
-        group.add_argument(*_names(known), **options, help=text)
+        text = _meaning(setting).replace("%", "%%") if shown is None or flag in shown else SUPPRESS
+        group.add_argument(*_names(setting), **options, help=text)
 
 
 def add_launch_arguments(parser: ArgumentParser, everything: bool = False) -> None:
@@ -82,7 +82,7 @@ def add_launch_arguments(parser: ArgumentParser, everything: bool = False) -> No
     if not everything:
         every = f"`{parser.prog} --help-all` shows every option, including those of further launchers and backends."
         parser.epilog = every
-    switches = (str(known.flag) for known in settings_of(SwitchSettings).values())
+    switches = (str(setting.flag) for setting in settings_of(SwitchSettings).values())
     parser.add_argument(
         *spelled("--config_file"),
         metavar="PATH",
@@ -108,75 +108,75 @@ def flag_values(parsed: Namespace, classes: Iterable[type]) -> Mapping[str, Give
         SettingError: a setting cannot parse the value of its flag.
     """
     values = {}
-    for known in _flagged(classes):
-        said = getattr(parsed, destination(str(known.flag)), None)
+    for setting in _flagged(classes):
+        said = getattr(parsed, destination(str(setting.flag)), None)
         if said is not None:
-            value = tuple(said) if known.type is REPEATED else known.parse(said, str(known.flag))
-            values[label(known)] = Given(value, str(known.flag))
+            value = tuple(said) if setting.type is REPEATED else setting.parse(said, str(setting.flag))
+            values[label(setting)] = Given(value, str(setting.flag))
     return values
 
 
 def launch_options(arguments: Namespace) -> tuple[str, ...]:
     """The options of a parsed command line of `accel launch`, in their full spelling, without the script."""
     words = [f"--config_file={arguments.config_file}"] if arguments.config_file is not None else []
-    for flag, known in settings_by_flag(launch_classes()).items():
-        given = getattr(arguments, destination(flag), None)
-        if given is None:
+    for flag, setting in settings_by_flag(launch_classes()).items():
+        value = getattr(arguments, destination(flag), None)
+        if value is None:
             continue
-        if is_switch(known):
-            words.append(flag if given == "true" else f"--no_{flag.removeprefix('--')}")
+        if is_switch(setting):
+            words.append(flag if value == "true" else f"--no_{flag.removeprefix('--')}")
         else:
-            words += [f"{flag}={text}" for text in (given if isinstance(given, list) else [given])]
+            words += [f"{flag}={text}" for text in (value if isinstance(value, list) else [value])]
     switches = {"--quiet": arguments.quiet, "--module": arguments.module, "--no_python": arguments.no_python}
-    return (*words, *(switch for switch, given in switches.items() if given))
+    return (*words, *(switch for switch, is_on in switches.items() if is_on))
 
 
 def setting_of(dest: str, classes: Iterable[type]) -> Setting | None:
     """The setting of the flag that is parsed to `dest`."""
-    return settings_by_flag(classes).get(dest.removeprefix(_PREFIX))
+    return settings_by_flag(classes).get(dest.removeprefix(_DESTINATION_PREFIX))
 
 
 def settings_by_flag(classes: Iterable[type]) -> dict[str, Setting]:
     """The first setting of each flag."""
-    found: dict[str, Setting] = {}
-    for known in _flagged(classes):
-        found.setdefault(str(known.flag), known)
-    return found
+    settings: dict[str, Setting] = {}
+    for setting in _flagged(classes):
+        settings.setdefault(str(setting.flag), setting)
+    return settings
 
 
 def destination(flag: str) -> str:
     """Name of the attribute for a flag in the parsed arguments of `accel launch`."""
-    return _PREFIX + flag
+    return _DESTINATION_PREFIX + flag
 
 
-def is_switch(known: Setting) -> bool:
+def is_switch(setting: Setting) -> bool:
     """Whether the flag of a setting takes no value."""
-    return known.type is SWITCH or (known.type is BOOLEAN and known.default is False)
+    return setting.type is SWITCH or (setting.type is BOOLEAN and setting.default is False)
 
 
 def _flagged(classes: Iterable[type]) -> Iterator[Setting]:
     for settings_class in classes:
-        yield from (known for known in settings_of(settings_class).values() if known.flag is not None)
+        yield from (setting for setting in settings_of(settings_class).values() if setting.flag is not None)
 
 
-def _names(known: Setting) -> tuple[str, ...]:
-    also = _ALSO.get(str(known.flag), ())
-    names = (*(name for name in also if not name.startswith("--")), str(known.flag), *also)
+def _names(setting: Setting) -> tuple[str, ...]:
+    also = _FURTHER_SPELLINGS.get(str(setting.flag), ())
+    names = (*(name for name in also if not name.startswith("--")), str(setting.flag), *also)
     return tuple(dict.fromkeys(spelling for name in names for spelling in spelled(name)))
 
 
-def _metavar(known: Setting) -> str:
-    if known.type is BOOLEAN:
+def _metavar(setting: Setting) -> str:
+    if setting.type is BOOLEAN:
         return "{true,false}"
-    if known.type.choices:
-        return "{" + ",".join(known.type.choices) + "}"
-    return known.type.metavar
+    if setting.type.choices:
+        return "{" + ",".join(setting.type.choices) + "}"
+    return setting.type.metavar
 
 
-def _meaning(known: Setting) -> str:
-    parts = [known.help]
-    if known.default not in (None, "", False, ()):
-        parts.append(f"Default: {known.type.format(known.default).removesuffix('.0')}.")
-    if known.variable is not None:
-        parts.append(f"Variable: {known.variable}.")
+def _meaning(setting: Setting) -> str:
+    parts = [setting.help]
+    if setting.default not in (None, "", False, ()):
+        parts.append(f"Default: {setting.type.format(setting.default).removesuffix('.0')}.")
+    if setting.variable is not None:
+        parts.append(f"Variable: {setting.variable}.")
     return " ".join(parts)

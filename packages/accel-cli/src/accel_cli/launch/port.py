@@ -145,13 +145,13 @@ def _refused(number: int, origin: str, error: OSError | None) -> Exception:
             f"The system reports: {error}.",
             "Check the network of this machine, or set --main_process_port.",
         )
-    asked = f"Cannot use main_process_port={number} ({origin})."
+    failure = f"Cannot use main_process_port={number} ({origin})."
     if error is not None and error.errno == errno.EADDRINUSE:
         owner = owner_of(number)
         listening = any(row[_STATE_COLUMN] == _LISTENING_STATE for row in _sockets_at(number))
         by = f" by {owner}" if owner else "" if listening else "; another launch may have reserved it"
-        return SettingError(asked, f"The port is in use{by}.", "Set another port, or 0 to select a free one.")
-    return SettingError(asked, f"The port cannot be used: {error}.", "Set another port, or 0 to select a free one.")
+        return SettingError(failure, f"The port is in use{by}.", "Set another port, or 0 to select a free one.")
+    return SettingError(failure, f"The port cannot be used: {error}.", "Set another port, or 0 to select a free one.")
 
 
 def owner_of(number: int) -> str | None:

@@ -101,11 +101,11 @@ def main(what: str) -> None:
     os.dup2(2, 1)
     if what == "backends":
         warnings.simplefilter("ignore")
-        found = probe_backends()
+        answer = probe_backends()
     else:
-        found = describe_devices() if what == "descriptions" else probe_devices()
+        answer = describe_devices() if what == "descriptions" else probe_devices()
     with open(output, "w", encoding="utf-8") as file:
-        print(json.dumps(found), file=file)
+        print(json.dumps(answer), file=file)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def read_request(arguments: Namespace, environ: Mapping[str, str], *, allocation
     request = LaunchRequest(
         settings,
         script_of(arguments),
-        _this_machine(own),
+        _machine_of(own),
         LOCAL,
         cluster=cluster,
         config=config,
@@ -122,13 +122,13 @@ def decide(request: LaunchRequest) -> LaunchRequest:
     if request.config is not None and request.config.refused:
         idle = idle_options(request)
         for name, error in request.config.refused.items():
-            if name not in idle and not settings[name].given:
+            if name not in idle and not settings[name].is_set:
                 raise error
     ignored = tuple(_not_meant(request))
     return replace(request, settings=settings.without(ignored), ignored=ignored)
 
 
-def _this_machine(environ: Mapping[str, str]) -> Machine:
+def _machine_of(environ: Mapping[str, str]) -> Machine:
     """The facts about this machine that a plan needs."""
     from accel_cli.launch.devices import count_devices
 
@@ -189,13 +189,13 @@ def _addresses_of_others(settings: ResolvedSettings) -> Iterator[Ignored]:
 
     address, port = settings["main_process_ip"], settings["main_process_port"]
     alone = "the run is on this machine alone"
-    for given in address.candidates[:-1]:
-        if is_own_address(given.value):
+    for candidate in address.candidates[:-1]:
+        if is_own_address(candidate.value):
             continue
-        yield Ignored("main_process_ip", given, f"{alone}, and this is not its address")
-        if given.origin == f"${address.definition.variable}":
+        yield Ignored("main_process_ip", candidate, f"{alone}, and this is not its address")
+        if candidate.origin == f"${address.definition.variable}":
             others = (one for one in port.candidates if one.origin == f"${port.definition.variable}")
-            reason = f"{alone}, and {given.origin} is of another run"
+            reason = f"{alone}, and {candidate.origin} is of another run"
             yield from (Ignored("main_process_port", one, reason) for one in others)
 
 
@@ -214,10 +214,10 @@ def idle_options(request: LaunchRequest) -> dict[str, str]:
     """For each setting that this run does not read: the option with which a run would read it."""
     tables = _idle_tables(request)
     of_launchers = {
-        label(known): f"--launcher {launcher.name}"
+        label(setting): f"--launcher {launcher.name}"
         for launcher in launchers()
         if launcher.settings is not None and launcher.name != request.launcher.name
-        for known in settings_of(launcher.settings).values()
+        for setting in settings_of(launcher.settings).values()
     }
     of_engines = {name: tables[table] for name in request.settings if (table := name.partition(".")[0]) in tables}
     return {**of_launchers, **of_engines}
@@ -308,7 +308,7 @@ def _check_selection(request: LaunchRequest) -> None:
     # The variable selects the CPU for every run on a machine, including runs on several devices.
     if cpu.value and not (selection.by_device and cpu.origin.startswith("$")):
         raise _contradiction(source, cpu, "One selects accelerators, the other the CPU.")
-    if selection.by_device and processes.value == 1 and processes.given:
+    if selection.by_device and processes.value == 1 and processes.is_set:
         remedy = "Set --num_processes to 2 or more, or remove the switch."
         raise _contradiction(source, processes, "One process uses only one device.", remedy)
 
@@ -377,12 +377,12 @@ def check_plan(request: LaunchRequest, plan: LaunchPlan) -> None:
             "Start one launcher on each machine, as with srun --ntasks-per-node=1, or one process from each.",
         )
     axes, switch = request.axes, request.settings["use_parallelism_config"]
-    if plan.world_size is None or not axes or (switch.given and not switch.value):
+    if plan.world_size is None or not axes or (switch.is_set and not switch.value):
         return
     try:
         request.settings.instance(ParallelismConfig).check_world(plan.world_size)
     except AccelError as error:
         number = request.settings["num_processes"]
-        names = " and ".join(setting.text for setting in (*axes, *((number,) if number.given else ())))
+        names = " and ".join(setting.text for setting in (*axes, *((number,) if number.is_set else ())))
         obstacle = f"{error.failure} {error.obstacle}"
         raise Conflict(f"Cannot launch with {names}.", obstacle, error.remedy) from error

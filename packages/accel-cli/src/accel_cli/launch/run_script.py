@@ -27,7 +27,7 @@ PARENT_VARIABLE = "ACCEL_LAUNCHER_PID"
 STATUS_FOLDER_VARIABLE = "ACCEL_STATUS_FOLDER"
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
 _SET_PARENT_DEATH_SIGNAL = 1
-_KILL = 9
+_KILL_SIGNAL = 9
 
 
 def main() -> None:
@@ -111,9 +111,9 @@ def follow_parent() -> None:
         return
     import ctypes
 
-    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, _KILL)
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, _KILL_SIGNAL)
     if os.getppid() != int(parent):
-        os._exit(128 + _KILL)
+        os._exit(128 + _KILL_SIGNAL)
 
 
 def _show_stack_when_asked() -> None:

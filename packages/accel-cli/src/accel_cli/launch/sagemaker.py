@@ -16,7 +16,7 @@ __all__ = ("REQUIREMENT", "SageMaker", "SageMakerJob", "describe_job", "hyperpar
 
 REQUIREMENT: Final = Requirement("sagemaker", versions="<3")
 
-_FAILED: Final = "Cannot describe a training job of SageMaker."
+_SAGEMAKER_FAILURE: Final = "Cannot describe a training job of SageMaker."
 _DISTRIBUTION: Final[Mapping[str, Mapping[str, Any] | None]] = {
     SageMakerDistributedType.NO.value: None,
     SageMakerDistributedType.DATA_PARALLEL.value: {"smdistributed": {"dataparallel": {"enabled": True}}},
@@ -73,7 +73,7 @@ class SageMaker:
         return 0
 
     def stop(self) -> None:
-        """Nothing."""
+        """Leave the job alone: it runs at SageMaker, where a user ends it."""
 
 
 def describe_job(request: LaunchRequest, own: SageMakerSettings) -> SageMakerJob:
@@ -86,18 +86,18 @@ def describe_job(request: LaunchRequest, own: SageMakerSettings) -> SageMakerJob
     """
     for name in ("ec2_instance_type", "iam_role_name"):
         if not getattr(own, name):
-            raise SettingError(_FAILED, f"{name} is missing.", f"Add {name} to the config file.")
+            raise SettingError(_SAGEMAKER_FAILURE, f"{name} is missing.", f"Add {name} to the config file.")
     kind = request.settings["distributed_type"].value or SageMakerDistributedType.NO.value
     if kind not in _DISTRIBUTION:
         raise NotOffered(
-            _FAILED,
+            _SAGEMAKER_FAILURE,
             f"distributed_type={kind} is not one of {', '.join(_DISTRIBUTION)}.",
             "Set distributed_type to one of these.",
         )
     _, target, arguments = request.script
     if not target.endswith(".py"):
         raise SettingError(
-            _FAILED, f"{target!r} is not a Python script.", "Give a script with a name that ends with .py."
+            _SAGEMAKER_FAILURE, f"{target!r} is not a Python script.", "Give a script with a name that ends with .py."
         )
     metrics = _table(own.sagemaker_metrics_file)
     estimator = {
@@ -135,19 +135,19 @@ def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
         >>> hyperparameters(["--lr", "0.1", "--model", "small"])
         {'lr': 0.1, 'model': 'small'}
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
         if not name.startswith("--") or (not equals and (not rest or rest[0].startswith("--"))):
             raise SettingError(
-                _FAILED,
+                _SAGEMAKER_FAILURE,
                 f"The script's argument {word!r} has no {'value' if name.startswith('--') else 'name'}.",
                 "SageMaker passes only pairs. Write --name value, and a switch as --name true.",
             )
-        found[name[2:]] = _value(value if equals else rest.pop(0))
-    return found
+        values[name[2:]] = _value(value if equals else rest.pop(0))
+    return values
 
 
 def _table(path: str | None) -> list[tuple[str, str]]:
@@ -159,12 +159,14 @@ def _table(path: str | None) -> list[tuple[str, str]]:
             rows = [line.rstrip("\n").split("\t") for line in file if line.strip()][1:]
     except (OSError, ValueError) as error:
         raise SettingError(
-            _FAILED, f"{path} cannot be read: {error}.", "Give a text file with a table of two columns."
+            _SAGEMAKER_FAILURE, f"{path} cannot be read: {error}.", "Give a text file with a table of two columns."
         ) from None
     for number, row in enumerate(rows, start=2):
         if len(row) != 2:
             raise SettingError(
-                _FAILED, f"{path}:{number} has {len(row)} column(s).", "Write two columns per line, separated by a tab."
+                _SAGEMAKER_FAILURE,
+                f"{path}:{number} has {len(row)} column(s).",
+                "Write two columns per line, separated by a tab.",
             )
     return [(row[0], row[1]) for row in rows]
 

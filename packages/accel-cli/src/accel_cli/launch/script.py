@@ -43,7 +43,7 @@ def check_script(script: Script) -> None:
 
 
 def _check_script(target: str) -> None:
-    failed = f"Cannot start the script {target}."
+    failure = f"Cannot start the script {target}."
     if not target:
         raise SettingError("Cannot launch.", "The script is missing.", "Run: accel launch [options] script.py")
     if not os.path.exists(target):
@@ -52,11 +52,11 @@ def _check_script(target: str) -> None:
         near = _near(target)
         remedy = "Check the path, or add -m to run a module." if named else "Check the path."
         remedy = f"Did you mean {near}?" if near else remedy
-        raise SettingError(failed, f"There is no such file{where}.", remedy)
+        raise SettingError(failure, f"There is no such file{where}.", remedy)
     if os.path.isdir(target) and not os.path.exists(os.path.join(target, "__main__.py")):
-        raise SettingError(failed, "It is a folder without the file __main__.py.", "Give the path of the file to run.")
+        raise SettingError(failure, "It is a folder without the file __main__.py.", "Give the path of the file to run.")
     if not os.access(target, os.R_OK):
-        raise SettingError(failed, "This user is not allowed to read it.", "Change its permissions.")
+        raise SettingError(failure, "This user is not allowed to read it.", "Change its permissions.")
 
 
 def _near(target: str) -> str | None:
@@ -77,24 +77,24 @@ def _check_module(target: str) -> None:
     """Check the first part of a dotted name: to find the others, Python would import the package."""
     from importlib.util import find_spec
 
-    failed = f"Cannot start the module {target}."
+    failure = f"Cannot start the module {target}."
     if not _is_module_name(target):
         near = target.removesuffix(".py").replace(os.sep, ".")
-        raise SettingError(failed, "This is not a module name.", f"Write it as {near}, or remove -m to run a path.")
+        raise SettingError(failure, "This is not a module name.", f"Write it as {near}, or remove -m to run a path.")
     if target.endswith(".py") and os.path.isfile(target):
-        raise SettingError(failed, f"{target} is a file.", f"Remove -m, or write {target.removesuffix('.py')}.")
+        raise SettingError(failure, f"{target} is a file.", f"Remove -m, or write {target.removesuffix('.py')}.")
     first = target.partition(".")[0]
     sys.path.insert(0, os.getcwd())
     try:
-        found = find_spec(first) is not None
+        exists = find_spec(first) is not None
     except ValueError:
         # The module is imported, but has no information about its source.
-        found = True
+        exists = True
     finally:
         del sys.path[0]
-    if not found:
+    if not exists:
         remedy = "Install it, or launch from the folder that contains it."
-        raise SettingError(failed, f"There is no module {first!r}.", remedy)
+        raise SettingError(failure, f"There is no module {first!r}.", remedy)
 
 
 def _check_program(target: str) -> None:

@@ -39,10 +39,10 @@ __all__ = (
     "WITHOUT_EFFECT",
     "MPISettings",
     "MachineSettings",
-    "PlaceSettings",
     "SageMakerSettings",
     "SlurmSettings",
     "SupervisionSettings",
+    "TargetSettings",
     "TorchrunSettings",
     "fewest_machines",
 )
@@ -181,7 +181,7 @@ SECONDS: Final = ValueType("a number of seconds of at least 0", _parse_seconds, 
 
 
 @dataclass
-class PlaceSettings:
+class TargetSettings:
     """The place and the backend that a config file is for; there are no flags, because switches select a backend."""
 
     compute_environment: str = _of_file(
@@ -331,7 +331,7 @@ class TorchrunSettings:
 WITHOUT_EFFECT: Final = ("--same_network",)
 """Switches of the original that change nothing here; command lines and files may contain them."""
 
-LAUNCHER_ONLY: Final = (PlaceSettings, MachineSettings, SupervisionSettings, TorchrunSettings)
+LAUNCHER_ONLY: Final = (TargetSettings, MachineSettings, SupervisionSettings, TorchrunSettings)
 """Settings classes that only the launcher reads, not the processes that it starts."""
 
 LAUNCH_CLASSES: Final = (

@@ -26,7 +26,7 @@ from accel_cli.launch.local import Local
 from accel_cli.launch.settings import SlurmSettings
 from accel_cli.launch.signals import ENDING, Inbox
 from accel_cli.launch.torchrun import Torchrun
-from accel_state.clusters.slurm import in_batch_script
+from accel_state.clusters.systems import in_batch_script
 from accel_state.errors import Conflict, LaunchError, NotFound
 from accel_state.exit_codes import RESUME
 from accel_state.network import SECRET_VARIABLE, new_secret
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ("Slurm", "SlurmStep", "Submission")
 
-_FAILED: Final = "Cannot launch with Slurm."
+_SLURM_FAILURE: Final = "Cannot launch with Slurm."
 _POLL_INTERVAL_S: Final = 1.0
 _KILL_TIMEOUT_S: Final = 40.0
 """Seconds that Slurm may need to end a killed step; its own KillWait is 30 by default."""
@@ -189,7 +189,7 @@ def _nodes(request: LaunchRequest) -> int:
     environ, machines = request.machine.environ, request.settings["num_machines"]
     text = environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "1"))
     there = int(text) if text.isdecimal() else 1
-    nodes, processes = (int(machines.value) if machines.given else there), request.settings["num_processes"]
+    nodes, processes = (int(machines.value) if machines.is_set else there), request.settings["num_processes"]
     if nodes > there:
         raise Conflict(
             f"Cannot combine {machines.text} and the allocation of job {environ['SLURM_JOB_ID']}.",
@@ -288,19 +288,19 @@ class _Running:
         """Print the errors of srun, and find the task that ended first: srun returns the highest of all codes."""
         for line in source:
             if self._cause is None:
-                found = _FIRST_CAUSE_PATTERN.match(line)
-                self._cause = _code_of(found[1].decode(errors="replace").strip()) if found is not None else None
+                match = _FIRST_CAUSE_PATTERN.match(line)
+                self._cause = _code_of(match[1].decode(errors="replace").strip()) if match is not None else None
             sys.stderr.buffer.write(line)
             sys.stderr.buffer.flush()
 
 
 def _code_of(said: str) -> int | None:
     """The exit code in a message of srun."""
-    found = _EXIT_CODE_PATTERN.match(said)
-    if found is not None:
-        return int(found[1])
-    known = {signal.strsignal(number): number for number in signal.valid_signals()}
-    number = known.get(said.removesuffix(" (core dumped)"))
+    match = _EXIT_CODE_PATTERN.match(said)
+    if match is not None:
+        return int(match[1])
+    numbers = {signal.strsignal(number): number for number in signal.valid_signals()}
+    number = numbers.get(said.removesuffix(" (core dumped)"))
     return None if number is None else shell_code(-number)
 
 
@@ -344,17 +344,17 @@ def _follow(job: str, inbox: Inbox, quiet: bool) -> int:
             signalled = signals[0]
             _ask("scancel", job)
             _tell(f"Slurm job {job} was cancelled by {signal.Signals(signalled).name}.")
-        found = _job(job)
-        read = _print_from(found.get("StdOut", ""), read)
-        if found.get("JobState") != state and not quiet:
-            state = found.get("JobState", "UNKNOWN")
+        state_of_job = _job(job)
+        read = _print_from(state_of_job.get("StdOut", ""), read)
+        if state_of_job.get("JobState") != state and not quiet:
+            state = state_of_job.get("JobState", "UNKNOWN")
             _tell(f"Slurm job {job} is {state}.")
-        if found.get("JobState", "UNKNOWN") not in _FINAL_STATES and found:
+        if state_of_job.get("JobState", "UNKNOWN") not in _FINAL_STATES and state_of_job:
             continue
-        _print_from(found.get("StdOut", ""), read)
+        _print_from(state_of_job.get("StdOut", ""), read)
         if signalled:
             return shell_code(-signalled)
-        code, _, number = found.get("ExitCode", "1:0").partition(":")
+        code, _, number = state_of_job.get("ExitCode", "1:0").partition(":")
         if int(code) or int(number):
             return int(code) or shell_code(-int(number))
         return 0 if state == "COMPLETED" else 1
@@ -390,7 +390,7 @@ def _ask(*words: str) -> str:
 
 def _absent(program: str, error: OSError) -> NotFound:
     return NotFound(
-        _FAILED,
+        _SLURM_FAILURE,
         f"`{program}` cannot be started: {error.strerror or error}.",
         "Log in to a node of a Slurm cluster, or remove --launcher slurm.",
     )

@@ -26,10 +26,10 @@ __all__ = ("GUARD_EVENTS", "collect_run", "lines_of", "thinned")
 GUARD_EVENTS: Final = "events.jsonl"
 """File in a project folder with one line for each bad step that the guard of steps saw."""
 
-_MOST_EVENTS: Final = 2000
-_MOST_BYTES: Final = 64 * 2**20
-_LONGEST: Final = 4000
-_LINE: Final = record({"time": number()})
+_MAX_EVENTS: Final = 2000
+_MAX_FILE_BYTES: Final = 64 * 2**20
+_MAX_VALUE_CHARACTERS: Final = 4000
+_LINE_SHAPE: Final = record({"time": number()})
 
 Points = list[tuple[float, float | None]]
 
@@ -41,30 +41,32 @@ def collect_run(run: str) -> dict[str, Any]:
         SettingError: the folder does not exist.
         AccelError: there is nothing of a run in it.
     """
-    found: dict[str, Any] = {"folder": run, "name": os.path.basename(os.path.abspath(run)), "curves": {}, "config": {}}
+    report: dict[str, Any] = {"folder": run, "name": os.path.basename(os.path.abspath(run)), "curves": {}, "config": {}}
     problem: AccelError | None = None
     facts: dict[str, Any] = {}
     try:
         facts = read_run_record(run)
-        found["folder"] = facts["folder"]
+        report["folder"] = facts["folder"]
     except AccelError as error:
         problem = error
     with suppress(AccelError):
         logged = read_run(run)
         problem = None
-        found |= {"config": redact(dict(logged.config)), "finished": logged.finished, "started": logged.started}
-        found["curves"] = {name: _finite(points) for name, points in logged.curves().items()}
-        found["progress"] = [(one.time, one.step) for one in logged.records if one.step is not None]
-    goodput = _goodput(found["folder"])
+        report |= {"config": redact(dict(logged.config)), "finished": logged.finished, "started": logged.started}
+        report["curves"] = {name: _finite(points) for name, points in logged.curves().items()}
+        report["progress"] = [(one.time, one.step) for one in logged.records if one.step is not None]
+    goodput = _goodput(report["folder"])
     if problem is not None and goodput is None:
         raise problem
     attempts = facts.get("attempts", [])
-    found |= {"goodput": goodput, "attempts": len(attempts), "checkpoints": _checkpoints(found["folder"])}
-    found["events"] = sorted(_events(found, attempts), key=lambda event: event["time"])[-_MOST_EVENTS:]
+    report |= {"goodput": goodput, "attempts": len(attempts), "checkpoints": _checkpoints(report["folder"])}
+    report["events"] = sorted(_events(report, attempts), key=lambda event: event["time"])[-_MAX_EVENTS:]
     parts = {name: part for name, part in facts.items() if name not in ("settings", "folder", "attempts", "format")}
-    found["record"] = {key: _short(value) for key, value in leaves_by_key(parts).items() if value not in (None, "")}
-    found["settings"] = {name: (one.get("value"), one.get("source")) for name, one in facts.get("settings", {}).items()}
-    return found
+    report["record"] = {key: _short(value) for key, value in leaves_by_key(parts).items() if value not in (None, "")}
+    report["settings"] = {
+        name: (one.get("value"), one.get("source")) for name, one in facts.get("settings", {}).items()
+    }
+    return report
 
 
 def _finite(points: Iterable[tuple[float, float]]) -> Points:
@@ -72,7 +74,11 @@ def _finite(points: Iterable[tuple[float, float]]) -> Points:
 
 
 def _short(value: Any) -> Any:
-    return f"{value[:_LONGEST]}..." if isinstance(value, str) and len(value) > _LONGEST else value
+    return (
+        f"{value[:_MAX_VALUE_CHARACTERS]}..."
+        if isinstance(value, str) and len(value) > _MAX_VALUE_CHARACTERS
+        else value
+    )
 
 
 def thinned(points: Sequence[tuple[float, float | None]], most: int) -> Points:
@@ -159,12 +165,12 @@ def _checkpoints(folder: str) -> list[dict[str, Any]]:
         return []
 
 
-def _events(found: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def _events(report: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Saves, failures, restarts and bad steps, each with its time."""
-    for row in found["checkpoints"]:
+    for row in report["checkpoints"]:
         if row["written"] is not None:
             yield {"time": row["written"], "kind": "save", "text": f"{row['name']}, {row['position'] or row['state']}"}
-    for line in lines_of(found["folder"], FAILURES):
+    for line in lines_of(report["folder"], FAILURES):
         step = (line.get("fingerprint") or {}).get("step")
         text = f"{line.get('kind', '')}: {line.get('message', '')} {line.get('reason', '')}"
         yield {"time": line["time"], "kind": "failure", "text": redact(text)[:500], "step": step}
@@ -172,7 +178,7 @@ def _events(found: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> 
         changed = ", ".join(attempt.get("changed") or ())
         text = f"start {attempt.get('restarts', 0) + 1} on {attempt.get('host', '')}"
         yield {"time": attempt["time"], "kind": "restart", "text": text + (f"; changed: {changed}" if changed else "")}
-    for line in lines_of(found["folder"], GUARD_EVENTS):
+    for line in lines_of(report["folder"], GUARD_EVENTS):
         parts = [str(line.get(name, "")) for name in ("kind", "quantity", "value")]
         more = [f"{name} {line[name]}" for name in ("action", "cause", "ranks", "samples") if line.get(name)]
         text = redact(f"{' '.join(filter(None, parts))}; {', '.join(more)}")[:500]
@@ -182,11 +188,11 @@ def _events(found: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> 
 def lines_of(folder: str, name: str) -> Iterator[dict[str, Any]]:
     """The valid lines of a file of events."""
     try:
-        texts = read_limited(os.path.join(folder, name), _MOST_BYTES).splitlines()
+        texts = read_limited(os.path.join(folder, name), _MAX_FILE_BYTES).splitlines()
     except OSError:
         return
-    for text in texts[-_MOST_EVENTS:]:
+    for text in texts[-_MAX_EVENTS:]:
         with suppress(ValueError):
             line: dict[str, Any] = parse_json(text, dict_of(anything))
-            if not _LINE(line):
+            if not _LINE_SHAPE(line):
                 yield line

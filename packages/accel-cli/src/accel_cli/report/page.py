@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, Final
 
-from accel_cli.report.collect import thinned
-from accel_tracking.difference import RunDifference
+from accel_cli.report.collect import collect_run, thinned
+from accel_state.errors import AccelError, SettingError
+from accel_state.untrusted import printable
+from accel_tracking.difference import RunDifference, differences_of
 
-__all__ = ("LIMIT", "report_page")
+__all__ = (
+    "LIMIT",
+    "report_page",
+    "show_report",
+    "write_report",
+)
 
 LIMIT: Final = 1_900_000
 """Largest number of characters of a page."""
 
-_FOLDER: Final = Path(__file__).parent
-_MOST_CURVES: Final = 150
-_POINTS: Final = 40_000
-_FEWEST: Final = 30
-_STATIC: Final = 200
-_MOST_ROWS: Final = 1000
+_TEMPLATE_FOLDER: Final = Path(__file__).parent
+_MAX_CURVES: Final = 150
+_MAX_POINTS: Final = 40_000
+_MIN_POINTS_PER_CURVE: Final = 30
+_STATIC_POINTS: Final = 200
+_MAX_ROWS: Final = 1000
 _WIDTH, _HEIGHT, _EDGE = 360, 150, 4
 
-_KINDS: Final = ("save", "failure", "restart", "guard")
+_EVENT_KINDS: Final = ("save", "failure", "restart", "guard")
 
 
 def report_page(runs: Sequence[Mapping[str, Any]], difference: RunDifference | None = None, refresh: int = 0) -> str:
@@ -37,10 +45,10 @@ def report_page(runs: Sequence[Mapping[str, Any]], difference: RunDifference | N
         difference: what differs between two runs, or None.
         refresh: seconds after which a browser reads the file again; 0 for never.
     """
-    points, rows = _POINTS, _MOST_ROWS
+    points, rows = _MAX_POINTS, _MAX_ROWS
     while True:
         page = _page(runs, difference, refresh, points, rows)
-        if len(page) < LIMIT or points < _FEWEST:
+        if len(page) < LIMIT or points < _MIN_POINTS_PER_CURVE:
             return page
         points, rows = points // 2, max(rows // 2, 50)
 
@@ -52,9 +60,9 @@ def _page(
     data = {"runs": [run["name"] for run in runs], "charts": charts, "marks": [_marks(run) for run in runs]}
     title = " and ".join(escape(run["name"]) for run in runs)
     again = f'<meta http-equiv="refresh" content="{refresh}">' if refresh else ""
-    css, script = (_FOLDER / "page.css").read_text("utf-8"), (_FOLDER / "page.js").read_text("utf-8")
+    css, script = (_TEMPLATE_FOLDER / "page.css").read_text("utf-8"), (_TEMPLATE_FOLDER / "page.js").read_text("utf-8")
     library, library_css = (
-        (_FOLDER / "uplot" / name).read_text("utf-8") for name in ("uPlot.iife.min.js", "uPlot.min.css")
+        (_TEMPLATE_FOLDER / "uplot" / name).read_text("utf-8") for name in ("uPlot.iife.min.js", "uPlot.min.css")
     )
     embedded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = [
@@ -108,8 +116,8 @@ def _headline(number: int, run: Mapping[str, Any]) -> str:
 
 def _charts(runs: Sequence[Mapping[str, Any]], points: int) -> Iterator[dict[str, Any]]:
     """The charts that the script draws: a curve of all runs, then goodput and memory of each run over time."""
-    names = list(dict.fromkeys(name for run in runs for name in run["curves"]))[:_MOST_CURVES]
-    most = max(min(1500, points // max(len(names) * len(runs), 1)), _FEWEST)
+    names = list(dict.fromkeys(name for run in runs for name in run["curves"]))[:_MAX_CURVES]
+    most = max(min(1500, points // max(len(names) * len(runs), 1)), _MIN_POINTS_PER_CURVE)
     for name in names:
         lines = [thinned(run["curves"].get(name, ()), most) for run in runs]
         yield {"kind": "curve", "name": name, "lines": [_rounded(line) for line in lines]}
@@ -190,7 +198,7 @@ def _svg(
     span: Sequence[float] | None,
     events: Iterable[Mapping[str, Any]],
 ) -> str:
-    drawn = [thinned(line, _STATIC) for line in lines]
+    drawn = [thinned(line, _STATIC_POINTS) for line in lines]
     xs = [x for line in drawn for x, _ in line] + list(span or ())
     ys = [y for line in drawn for _, y in line if y is not None]
     (left, right), (low, high) = ((min(v, default=0.0), max(v, default=1.0)) for v in (xs, ys))
@@ -231,7 +239,7 @@ def _timeline(run_number: int, run: Mapping[str, Any], charts: Sequence[Mapping[
     if not own:
         return ""
     figures = "".join(_figure(n, c, run["events"] if c["kind"] == "timeline" else ()) for n, c in own)
-    counts = {kind: sum(event["kind"] == kind for event in run["events"]) for kind in _KINDS}
+    counts = {kind: sum(event["kind"] == kind for event in run["events"]) for kind in _EVENT_KINDS}
     key = " ".join(f'<span class="mark {kind}">{kind} ({count})</span>' for kind, count in counts.items() if count)
     rows = [
         (
@@ -327,3 +335,46 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head = "".join(f"<th>{name}</th>" for name in heads)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+# ---------------------------------------------------------------------- writing
+
+
+_WATCH_INTERVAL_S: Final = 5
+
+
+def write_report(runs: Sequence[str], output: Path, refresh: int = 0) -> bool:
+    """Write the report of runs, and return whether one of them still runs.
+
+    Raises:
+        AccelError: a folder has no run.
+        SettingError: the file cannot be written.
+    """
+    collected = [collect_run(run) for run in runs]
+    difference = None
+    if len(runs) == 2:
+        try:
+            difference = differences_of(runs[0], runs[1])
+        except AccelError:
+            # A run from before there were records has curves to compare.
+            difference = None
+    running = any((run["goodput"] or {}).get("running") for run in collected)
+    page = report_page(collected, difference, refresh if running else 0)
+    partial = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        partial.write_text(page, encoding="utf-8")
+        os.replace(partial, output)
+    except OSError as error:
+        failure = f"Cannot write the report {str(output)!r}."
+        raise SettingError(failure, f"The system reports: {error}.", "Choose another file with -o.") from error
+    return running
+
+
+def show_report(runs: Sequence[str], output: Path, watch: bool) -> int:
+    """Write the report, and write it again every few seconds while a run goes on; return the exit code."""
+    running = write_report(runs, output, _WATCH_INTERVAL_S if watch else 0)
+    print(printable(f"Report written to {output}"), flush=True)
+    while watch and running:
+        time.sleep(_WATCH_INTERVAL_S)
+        running = write_report(runs, output, _WATCH_INTERVAL_S)
+    return 0

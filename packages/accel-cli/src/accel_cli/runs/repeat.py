@@ -22,12 +22,12 @@ from accel_tracking.record import describe_code, describe_packages, own_folders,
 
 __all__ = ("RepeatPlan", "plan_repeat", "repeat_run", "run_plan")
 
-_OF_FILE: Final = re.compile(r".*:\d+", re.DOTALL)
+_FILE_AND_LINE: Final = re.compile(r".*:\d+", re.DOTALL)
 """Source of a value from a config file: the file and its line."""
 
-_CONFIG: Final = "repeated.yaml"
-_NEEDED: Final = ("torch", "numpy", "transformers", "datasets", "safetensors")
-_MOST_PACKAGES: Final = 5
+_CONFIG_FILE_NAME: Final = "repeated.yaml"
+_COMPARED_PACKAGES: Final = ("torch", "numpy", "transformers", "datasets", "safetensors")
+_MAX_NAMED_PACKAGES: Final = 5
 
 
 class RepeatPlan(NamedTuple):
@@ -83,17 +83,17 @@ def plan_repeat(run: str, output: str | None, last_step: int | None = None, note
         )
     command, settings = record["command"], record["settings"]
     words, config = [str(word) for word in command.get("words", [])], ""
-    given = words[1:]
+    arguments = words[1:]
     for pattern in own_folders(record):
-        given = [pattern.sub(lambda _: target, word) for word in given]
+        arguments = [pattern.sub(lambda _: target, word) for word in arguments]
     if command.get("launched"):
         config = _config_file(settings)
-        given = [word for word in given[1:] if not word.startswith("--config_file=")]
-        path = os.path.join(target, _CONFIG)
-        words = [sys.executable, "-m", "accel_cli.main", "launch", f"--config_file={path}", *given]
+        arguments = [word for word in arguments[1:] if not word.startswith("--config_file=")]
+        path = os.path.join(target, _CONFIG_FILE_NAME)
+        words = [sys.executable, "-m", "accel_cli.main", "launch", f"--config_file={path}", *arguments]
     else:
         python = str(command.get("python", ""))
-        words = [python if os.access(python, os.X_OK) else sys.executable, *given]
+        words = [python if os.access(python, os.X_OK) else sys.executable, *arguments]
     request = {"folder": target, "last_step": last_step, "note": note}
     variables = {**dict(_variables(record, target)), REPEATED_RUN: json.dumps(request)}
     if note:
@@ -123,10 +123,10 @@ def _config_file(settings: Mapping[str, Any]) -> str:
 
     document: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE"}
     for settings_class in launch_classes():
-        for known in settings_of(settings_class).values():
-            entry = settings.get(label(known), {})
-            if known.key is not None and _OF_FILE.fullmatch(str(entry.get("source", ""))):
-                table, dot, name = known.key.rpartition(".")
+        for setting in settings_of(settings_class).values():
+            entry = settings.get(label(setting), {})
+            if setting.key is not None and _FILE_AND_LINE.fullmatch(str(entry.get("source", ""))):
+                table, dot, name = setting.key.rpartition(".")
                 (document.setdefault(table, {}) if dot else document)[name] = entry["value"]
     return str(yaml.safe_dump(document))
 
@@ -134,12 +134,12 @@ def _config_file(settings: Mapping[str, Any]) -> str:
 def _variables(record: Mapping[str, Any], target: str) -> Iterator[tuple[str, str]]:
     """The variables of the run that this shell does not have with the same value."""
     own = own_folders(record)
-    found = dict(record["environment"])
+    variables = dict(record["environment"])
     for entry in record["settings"].values():
         source, value = str(entry.get("source", "")), entry.get("value")
         if source.startswith("$") and value is not None:
-            found[source[1:]] = str(value).lower() if isinstance(value, bool) else str(value)
-    for name, text in sorted(found.items()):
+            variables[source[1:]] = str(value).lower() if isinstance(value, bool) else str(value)
+    for name, text in sorted(variables.items()):
         if HIDDEN not in str(text):
             for pattern in own:
                 text = pattern.sub(lambda _: target, str(text))
@@ -165,10 +165,10 @@ def _warnings(record: Mapping[str, Any]) -> Iterator[str]:
         for name, version in packages.items()
         if installed.get(name) != version
     ]
-    changed.sort(key=lambda text: (text.split()[0] not in _NEEDED, "missing" not in text))
+    changed.sort(key=lambda text: (text.split()[0] not in _COMPARED_PACKAGES, "missing" not in text))
     if changed:
-        more = f" and {len(changed) - _MOST_PACKAGES} more" if len(changed) > _MOST_PACKAGES else ""
-        yield f"Packages differ: {', '.join(changed[:_MOST_PACKAGES])}{more}."
+        more = f" and {len(changed) - _MAX_NAMED_PACKAGES} more" if len(changed) > _MAX_NAMED_PACKAGES else ""
+        yield f"Packages differ: {', '.join(changed[:_MAX_NAMED_PACKAGES])}{more}."
     if not record["seeds"].get("given"):
         yield "The script gave no seed, so its random numbers cannot be repeated: call set_seed(...) first."
     if HIDDEN in json.dumps([record["command"], record["environment"], record["settings"]]):
@@ -186,16 +186,16 @@ def run_plan(plan: RepeatPlan, output_to: int | None = None) -> int:
         NotFound: the command or its folder does not exist.
         SettingError: the record does not contain all of it.
     """
-    failed = "Cannot start the repeated run."
+    failure = "Cannot start the repeated run."
     if plan.obstacle:
-        raise SettingError(failed, plan.obstacle, f"The command is: {plan.shown}")
+        raise SettingError(failure, plan.obstacle, f"The command is: {plan.shown}")
     try:
         os.makedirs(plan.output, exist_ok=True)
         if plan.config:
-            Path(plan.output, _CONFIG).write_text(plan.config, encoding="utf-8")
+            Path(plan.output, _CONFIG_FILE_NAME).write_text(plan.config, encoding="utf-8")
         return subprocess.call(plan.words, cwd=plan.folder, env={**os.environ, **plan.variables}, stdout=output_to)
     except OSError as error:
-        raise NotFound(failed, f"The system reports: {error}.", "Check the command and --output.") from error
+        raise NotFound(failure, f"The system reports: {error}.", "Check the command and --output.") from error
 
 
 def repeat_run(run: str, output: str | None, steps: int | None, start: bool) -> int:

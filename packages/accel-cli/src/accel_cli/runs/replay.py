@@ -25,7 +25,7 @@ from accel_tracking.trackers.jsonl import read_run
 
 __all__ = ("Replay", "judge", "replay_step", "show_replay")
 
-_CLOSE: Final = 1e-2
+_LOSS_TOLERANCE: Final = 1e-2
 """Relative difference up to which a loss is the recorded one: the recorded run may not have been deterministic."""
 
 
@@ -66,16 +66,16 @@ def replay_step(run: str, step: int, output: str | None = None) -> Replay:
         NotFound: there is no checkpoint before the step, or a replay did not reach it.
         SettingError: the step is not valid, or the command cannot be started.
     """
-    failed = f"Cannot replay step {step} of the run {run!r}."
+    failure = f"Cannot replay step {step} of the run {run!r}."
     if step < 1:
-        raise SettingError(failed, "Steps count from 1.", "Choose a step that the run has made.")
+        raise SettingError(failure, "Steps count from 1.", "Choose a step that the run has made.")
     record = read_run_record(run)
-    begin = _checkpoint_before(record["folder"], step, failed)
+    begin = _checkpoint_before(record["folder"], step, failure)
     notes: list[dict[str, Any]] = []
     for number in (1, 2):
         plan = plan_repeat(run, None if output is None else os.path.join(output, str(number)), step, note=True)
         if plan.obstacle:
-            raise SettingError(failed, plan.obstacle, f"The command is: {plan.shown}")
+            raise SettingError(failure, plan.obstacle, f"The command is: {plan.shown}")
         target = Path(plan.output, "checkpoints", begin.name)
         # Links, because a checkpoint may be large and its files are never changed.
         shutil.copytree(begin, target, copy_function=_link)
@@ -87,7 +87,7 @@ def replay_step(run: str, step: int, output: str | None = None) -> Replay:
                 "Read its output. The script must call load_state(missing_ok=True) with automatic checkpoint naming."
             )
             obstacle = f"Replay {number} ended with exit code {code} before it reached the step."
-            raise NotFound(failed, obstacle, remedy)
+            raise NotFound(failure, obstacle, remedy)
         notes.append({"ranks": noted, "guarded": _guarded(plan.output, step)})
     recorded = _recorded_loss(record["folder"], step)
     before = _guarded(record["folder"], step) or (recorded is not None and not math.isfinite(recorded))
@@ -127,20 +127,22 @@ def _is_near(recorded: float | None, ranks: Mapping[str, Any]) -> bool:
     losses = [float(loss) for loss in ranks[min(ranks)]["losses"]]
     if recorded is None or not losses or not math.isfinite(recorded):
         return False
-    return any(math.isclose(loss, recorded, rel_tol=_CLOSE) for loss in (losses[-1], sum(losses) / len(losses)))
+    return any(
+        math.isclose(loss, recorded, rel_tol=_LOSS_TOLERANCE) for loss in (losses[-1], sum(losses) / len(losses))
+    )
 
 
-def _checkpoint_before(folder: str, step: int, failed: str) -> Path:
+def _checkpoint_before(folder: str, step: int, failure: str) -> Path:
     """The newest complete checkpoint after fewer steps."""
     best: tuple[int, Path] | None = None
     for one in checkpoints(Path(folder, "checkpoints")):
         manifest = read_manifest(one.path)
-        made = None if manifest is None else manifest.facts.get("run_step")
-        if isinstance(made, int) and made < step and (best is None or made > best[0]):
-            best = (made, one.path)
+        saved_step = None if manifest is None else manifest.facts.get("run_step")
+        if isinstance(saved_step, int) and saved_step < step and (best is None or saved_step > best[0]):
+            best = (saved_step, one.path)
     if best is None:
         remedy = "Save automatically: ProjectConfiguration(automatic_checkpoint_naming=True, save_policy=...)."
-        raise NotFound(failed, f"{folder} has no automatic checkpoint from before this step.", remedy)
+        raise NotFound(failure, f"{folder} has no automatic checkpoint from before this step.", remedy)
     return best[1]
 
 
@@ -153,10 +155,10 @@ def _link(source: str, target: str) -> None:
 
 def _notes(folder: str) -> dict[str, Any]:
     """What each process noted, by the name of its file."""
-    found = {}
+    notes = {}
     for path in sorted(Path(folder, "replay").glob("rank_*.json")):
-        found[path.stem] = read_json(path)
-    return found
+        notes[path.stem] = read_json(path)
+    return notes
 
 
 def _guarded(folder: str, step: int) -> bool:

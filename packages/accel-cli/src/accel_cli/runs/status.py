@@ -17,12 +17,12 @@ from accel_state.watch.runs import LaunchedRun, find_run, running_runs
 
 __all__ = ("show_status",)
 
-_PAUSE: Final = 1.0
+_WATCH_INTERVAL_S: Final = 1.0
 """Seconds between two tables of `--watch`."""
 
-_CLEAR: Final = "\x1b[H\x1b[2J"
-_HEADS: Final = ("rank", "host", "pid", "state", "steps/s", "memory", "device memory")
-_LASTS: Final = 2.0
+_CLEAR_SCREEN: Final = "\x1b[H\x1b[2J"
+_COLUMN_HEADS: Final = ("rank", "host", "pid", "state", "steps/s", "memory", "device memory")
+_MIN_SHOWN_DURATION_S: Final = 2.0
 """Seconds in one state after which the table shows its duration."""
 
 
@@ -42,13 +42,13 @@ def show_status(run: str | None, watch: bool, as_json: bool, stacks: bool) -> in
         text = printable(f"{error.obstacle} {error.remedy}")
         print(f"accel runs status: {text}", file=sys.stderr)
         return 1
-    clear = _CLEAR if watch and not as_json and sys.stdout.isatty() else ""
+    clear = _CLEAR_SCREEN if watch and not as_json and sys.stdout.isatty() else ""
     show = _as_json if as_json else _as_text
     while True:
         _print(clear, [inspect_run(one, stacks) for one in runs], show)
         if not watch:
             return 0
-        time.sleep(_PAUSE)
+        time.sleep(_WATCH_INTERVAL_S)
         left = {one.pid for one in running_runs()}
         runs = [one for one in runs if one.pid in left]
         if not runs:
@@ -95,7 +95,7 @@ def _without_stack(process: ProcessStatus) -> dict[str, Any]:
 
 
 def _as_text(status: RunStatus) -> str:
-    rows = [_HEADS, *map(_row, status.processes)]
+    rows = [_COLUMN_HEADS, *map(_row, status.processes)]
     if not any(row[-1] for row in rows[1:]):
         rows = [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -148,7 +148,7 @@ def _state(process: ProcessStatus) -> str:
         text += f" {name if '(' in name else name + '()'}" if text != "stopped" else f", in {name}()"
     if process.at:
         text += f" at {process.at}"
-    if process.seconds is not None and process.seconds >= _LASTS:
+    if process.seconds is not None and process.seconds >= _MIN_SHOWN_DURATION_S:
         text += f" for {_duration(process.seconds)}"
     if process.steps and process.state != "in step":
         text += f" (step {process.steps + 1})"

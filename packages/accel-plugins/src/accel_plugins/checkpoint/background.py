@@ -30,7 +30,9 @@ from accel_state.errors import CheckpointError
 
 __all__ = ("BackgroundSaver", "Buffers", "copy_state")
 
-_REMEDY: Final = "Earlier checkpoints are unchanged, and training can go on. Free memory, or save without async_save."
+_FAILED_SAVE_REMEDY: Final = (
+    "Earlier checkpoints are unchanged, and training can go on. Free memory, or save without async_save."
+)
 
 Place = tuple[Hashable, ...]
 
@@ -59,14 +61,14 @@ class Buffers:
             try:
                 kept = torch.empty_like(tensor, device="cpu", pin_memory=self.pinned, requires_grad=False)
             except (MemoryError, RuntimeError) as error:
-                failed = "Cannot copy the state of the run for an asynchronous save."
+                failure = "Cannot copy the state of the run for an asynchronous save."
                 obstacle = f"There is no host memory for {tensor.nbytes} more bytes: {error}"
-                raise CheckpointError(failed, obstacle, _REMEDY) from error
+                raise CheckpointError(failure, obstacle, _FAILED_SAVE_REMEDY) from error
             self._kept[place] = kept
         return kept
 
     def free(self) -> None:
-        """Free all memory."""
+        """Drop all buffers; the next copy allocates new ones."""
         self._kept.clear()
         self._used.clear()
 
@@ -132,7 +134,7 @@ class _Copying:
         self._copies: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
     def tree(self, item: Any, place: Place) -> Any:
-        """The same containers with copied leaves."""
+        """Copy nested containers, with their tensors in the buffers of `place`."""
         if isinstance(item, Tensor):
             return self._tensor(item, place)
         if type(item) is list or type(item) is tuple:
@@ -191,8 +193,8 @@ class BackgroundSaver:
         try:
             thread.start()
         except RuntimeError as error:
-            failed = "Cannot start the thread that writes a checkpoint."
-            raise CheckpointError(failed, f"{type(error).__name__}: {error}", _REMEDY) from error
+            failure = "Cannot start the thread that writes a checkpoint."
+            raise CheckpointError(failure, f"{type(error).__name__}: {error}", _FAILED_SAVE_REMEDY) from error
         self._thread = thread
 
     def _run(self, work: Callable[[], None]) -> None:

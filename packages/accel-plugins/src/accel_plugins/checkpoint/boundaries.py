@@ -36,21 +36,21 @@ logger = logging.getLogger(__name__)
 
 SIGNALS: Final = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 """Signals that make a run save and end."""
-_TICK: Final = 0.2
-_PATIENCE: Final = 10.0
+_POLL_INTERVAL_S: Final = 0.2
+_SIGNAL_PATIENCE_S: Final = 10.0
 """Seconds in which further signals count as copies of the first, and in which the store must answer after a signal."""
-_ASKED: Final = "accel/preemption/asked"
-_REQUEST: Final = "A signal requested the end of the run, and the processes must agree on a boundary."
-_REMEDY: Final = "Restart the run from its newest checkpoint."
-_KNOWN: Final = 64
+_REQUEST_KEY: Final = "accel/preemption/asked"
+_REQUEST_TEXT: Final = "A signal requested the end of the run, and the processes must agree on a boundary."
+_RESTART_REMEDY: Final = "Restart the run from its newest checkpoint."
+_MAX_STEP_TIMES: Final = 64
 """Number of steps without a save of which times are recorded."""
-_FEWEST: Final = 8
+_MIN_STEP_TIMES: Final = 8
 """Minimum number of steps without a save that are needed to measure the cost of a save."""
-_LOOK: Final = 1.0
+_ANNOUNCEMENT_INTERVAL_S: Final = 1.0
 """Seconds between two checks for an announcement."""
-_ANSWER: Final = 10.0
-_FAREWELL: Final = 5.0
-_FAILED: Final = "Cannot save during training."
+_REPLY_TIMEOUT_S: Final = 10.0
+_FAREWELL_TIMEOUT_S: Final = 5.0
+_SAVE_FAILURE: Final = "Cannot save during training."
 
 
 class StepBoundaries:
@@ -107,17 +107,17 @@ class Preemption:
         self._boundaries = StepBoundaries()
         self._left = threading.Event()
         self._error: AccelError | None = None
-        self._before = {number: signal.signal(number, self._asked) for number in SIGNALS}
+        self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         self._alone = process.world_size == 1 or process.transport.store() is None
         if not self._alone:
             self._thread = threading.Thread(target=self._watch, name="accel-preemption", daemon=True)
             self._thread.start()
             atexit.register(self.leave)
 
-    def _asked(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """The signal handler: it may interrupt any code, so it only sets a flag."""
         now = time.monotonic()
-        if self._signalled and now > self._signalled + _PATIENCE:
+        if self._signalled and now > self._signalled + _SIGNAL_PATIENCE_S:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self._signalled = self._signalled or now
@@ -146,23 +146,25 @@ class Preemption:
         control = self._process.transport.control()
         assert control is not None
         silent_since: float | None = None
-        while not self._left.wait(_TICK):
+        while not self._left.wait(_POLL_INTERVAL_S):
             try:
                 if self._signalled:
-                    control.set(_ASKED, b"", _PATIENCE)
-                if _ASKED in control.get_many([_ASKED], _PATIENCE):
+                    control.set(_REQUEST_KEY, b"", _SIGNAL_PATIENCE_S)
+                if _REQUEST_KEY in control.get_many([_REQUEST_KEY], _SIGNAL_PATIENCE_S):
                     self._agree()
                     break
                 silent_since = None
             except StoreUnreachable as error:
                 now = time.monotonic()
                 silent_since = silent_since or now
-                if self._signalled and now >= silent_since + _PATIENCE:
-                    self._error = CheckpointError(_REQUEST, error.obstacle, _REMEDY)
+                if self._signalled and now >= silent_since + _SIGNAL_PATIENCE_S:
+                    self._error = CheckpointError(_REQUEST_TEXT, error.obstacle, _RESTART_REMEDY)
                     break
 
     def _agree(self) -> None:
-        barrier = StoreBarrier(self._process, "preemption", _REQUEST, self._deadline, CheckpointError, _REMEDY)
+        barrier = StoreBarrier(
+            self._process, "preemption", _REQUEST_TEXT, self._deadline, CheckpointError, _RESTART_REMEDY
+        )
         try:
             self._boundaries.agree(barrier)
         except AccelError as error:
@@ -172,7 +174,7 @@ class Preemption:
         """Stop, and restore the signal handlers; also called at the end of the process."""
         self._left.set()
         if not self._alone:
-            self._thread.join(timeout=_PATIENCE)
+            self._thread.join(timeout=_SIGNAL_PATIENCE_S)
             atexit.unregister(self.leave)
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -191,7 +193,7 @@ class SavePace:
 
     def __init__(self, max_overhead: float) -> None:
         self._share = max_overhead
-        self._plain: deque[float] = deque(maxlen=_KNOWN)
+        self._plain: deque[float] = deque(maxlen=_MAX_STEP_TIMES)
         self._began: float | None = None
         self._last = 0.0
         self._saving = False
@@ -221,7 +223,7 @@ class SavePace:
         if self._saving and not saving:
             self._last_cost, self._saving = self._cost - self._before, False
         self._last = now
-        if saving or len(self._plain) < _FEWEST:
+        if saving or len(self._plain) < _MIN_STEP_TIMES:
             return False
         return self._cost + self._last_cost <= self._share * (now - self._began)
 
@@ -293,28 +295,30 @@ class ContinuousSaver:
             key = f"accel/continuous/{turn}"
             try:
                 if self._process.rank == 0:
-                    if not self._due.wait(_LOOK):
+                    if not self._due.wait(_ANNOUNCEMENT_INTERVAL_S):
                         continue
-                    control.set(key, b"", _ANSWER)
-                elif key not in control.get_many([key], _ANSWER):
-                    self._left.wait(_LOOK)
+                    control.set(key, b"", _REPLY_TIMEOUT_S)
+                elif key not in control.get_many([key], _REPLY_TIMEOUT_S):
+                    self._left.wait(_ANNOUNCEMENT_INTERVAL_S)
                     continue
             except StoreUnreachable as error:
                 # If the store remains unreachable, the run's next collective raises a better error.
                 logger.debug("%s", error)
-                self._left.wait(_LOOK)
+                self._left.wait(_ANNOUNCEMENT_INTERVAL_S)
                 continue
             if not self._agreed():
                 break
             if self._process.rank == 0:
-                control.delete([key], _ANSWER)
+                control.delete([key], _REPLY_TIMEOUT_S)
             turn += 1
-            while not self._left.is_set() and not self._taken.wait(_LOOK):
+            while not self._left.is_set() and not self._taken.wait(_ANNOUNCEMENT_INTERVAL_S):
                 pass
             self._taken.clear()
 
     def _agreed(self) -> bool:
-        barrier = StoreBarrier(self._process, "continuous", _FAILED, self._deadline, CheckpointError, _REMEDY)
+        barrier = StoreBarrier(
+            self._process, "continuous", _SAVE_FAILURE, self._deadline, CheckpointError, _RESTART_REMEDY
+        )
         try:
             self._boundaries.agree(barrier)
         except AccelError as error:
@@ -328,5 +332,5 @@ class ContinuousSaver:
         """Stop; called at the end of training and of the process."""
         self._left.set()
         if not self._alone:
-            self._thread.join(timeout=_FAREWELL)
+            self._thread.join(timeout=_FAREWELL_TIMEOUT_S)
             atexit.unregister(self.leave)

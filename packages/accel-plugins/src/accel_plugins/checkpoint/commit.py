@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 
 __all__ = ("exchange", "staging")
 
-_ATTEMPTS: Final = 100
-_LONGEST_PAUSE: Final = 0.02
-_CONTENDED: Final = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY)
+_MAX_ATTEMPTS: Final = 100
+_MAX_RETRY_PAUSE_S: Final = 0.02
+_CONTENTION_ERRNOS: Final = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY)
 """Errors that occur when another run creates or removes a checkpoint of the same name."""
 
 _AT_FDCWD: Final = -100
@@ -126,10 +126,10 @@ def staging(
         process = current.process_or_start()
     target = Path(os.path.realpath(target))
     finalizer = finalizer or CheckpointFinalizer(fsync)
-    asked, remedy = f"Cannot save a checkpoint as {target}.", "Older checkpoints are unchanged."
+    failure, remedy = f"Cannot save a checkpoint as {target}.", "Older checkpoints are unchanged."
     if barrier is None:
-        barrier = StoreBarrier(process, f"save/{target.name}", asked, deadline, CheckpointError, remedy)
-    barrier.describe(asked, remedy)
+        barrier = StoreBarrier(process, f"save/{target.name}", failure, deadline, CheckpointError, remedy)
+    barrier.describe(failure, remedy)
     staged = _open(target, process, barrier)
     try:
         try:
@@ -237,7 +237,7 @@ def _make(target: Path, save: str) -> _Staged:
 
 
 def _created(path: Path) -> FolderLock:
-    for _ in range(_ATTEMPTS):
+    for _ in range(_MAX_ATTEMPTS):
         # While it is empty, whoever cleans up may take it.
         with suppress(FileNotFoundError):
             return FolderLock.create(path)
@@ -281,7 +281,7 @@ def _put_in_place(lock: FolderLock, target: Path, fsync: bool) -> None:
 
 def _placed(lock: FolderLock, target: Path, fsync: bool) -> Path | None:
     """Give a folder its final name; return the new path of the folder that had it."""
-    for _ in range(_ATTEMPTS):
+    for _ in range(_MAX_ATTEMPTS):
         if is_incomplete(target):
             remove(target)
         try:
@@ -302,10 +302,10 @@ def _placed(lock: FolderLock, target: Path, fsync: bool) -> Path | None:
             if lock.is_at(target):
                 # A reader found the name missing, and gave it to this folder.
                 return None
-            if error.errno not in _CONTENDED or not lock.is_at(lock.folder):
+            if error.errno not in _CONTENTION_ERRNOS or not lock.is_at(lock.folder):
                 raise
-        time.sleep(_LONGEST_PAUSE * random.random())
-    raise FileExistsError(f"{target} was changed by another run {_ATTEMPTS} times in the meantime")
+        time.sleep(_MAX_RETRY_PAUSE_S * random.random())
+    raise FileExistsError(f"{target} was changed by another run {_MAX_ATTEMPTS} times in the meantime")
 
 
 def _swapped(path: Path, target: Path, fsync: bool) -> Path:
@@ -344,7 +344,7 @@ def _copy_aside(target: Path, aside: Path, fsync: bool) -> None:
     if not manifest.exists():
         (aside / MANIFEST_NAME).unlink()
         FolderLock.mark(target).close()
-    if not remove(target, asked=True):
+    if not remove(target, by_user=True):
         raise OSError(errno.EBUSY, "another process uses the folder that must be replaced", str(target))
 
 

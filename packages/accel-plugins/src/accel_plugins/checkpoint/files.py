@@ -124,7 +124,7 @@ def custom_name(index: int) -> str:
     return f"custom_checkpoint_{index}.pkl"
 
 
-_OURS: Final = re.compile(
+_OWN_FILE_NAME: Final = re.compile(
     r"(model|pytorch_model)(_\d+)?(-\d{5,}-of-\d{5,})?\.(safetensors|bin)(\.index\.json)?"
     r"|(optimizer|scheduler|sampler)(_\d+)?\.bin"
     r"|optimizer(_\d+)?(_rank\d+)?\.bin|optimizer_\d+"
@@ -143,7 +143,7 @@ def is_ours(name: str) -> bool:
         >>> is_ours("optimizer_2.bin"), is_ours("notes.txt")
         (True, False)
     """
-    return _OURS.fullmatch(name) is not None
+    return _OWN_FILE_NAME.fullmatch(name) is not None
 
 
 def walk(folder: Path) -> Iterator[Path]:
@@ -153,7 +153,7 @@ def walk(folder: Path) -> Iterator[Path]:
         yield from (Path(root, name) for name in sorted(names))
 
 
-_AT_ONCE: Final = 1 << 24
+_WRITEBACK_BYTES: Final = 1 << 24
 """Bytes of a file after which writeback to disk is started."""
 _SYNC_FILE_RANGE_WRITE: Final = 2
 
@@ -164,16 +164,16 @@ class FlushedWhileWritten(FileIO):
     Without this, the kernel starts writeback after seconds, or at the fsync.
     """
 
-    _given = _written = 0
+    _submitted = _written = 0
 
     def write(self, data: Buffer) -> int:
         """Write bytes, and return how many."""
         count = super().write(data)
         self._written += count
-        if self._written - self._given >= _AT_ONCE and (call := _sync_file_range()) is not None:
+        if self._written - self._submitted >= _WRITEBACK_BYTES and (call := _sync_file_range()) is not None:
             # Errors here are ignored, because the later fsync reports them.
-            call(self.fileno(), self._given, self._written - self._given, _SYNC_FILE_RANGE_WRITE)
-            self._given = self._written
+            call(self.fileno(), self._submitted, self._written - self._submitted, _SYNC_FILE_RANGE_WRITE)
+            self._submitted = self._written
         return count
 
 
@@ -187,7 +187,7 @@ def _sync_file_range() -> Any | None:
     return call
 
 
-_NOT_OF_FOLDERS: Final = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP)
+_UNFLUSHABLE_FOLDER_ERRNOS: Final = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP)
 """Errors of file systems that cannot flush folders, such as SMB shares; they write entries immediately."""
 
 
@@ -202,7 +202,7 @@ def fsync_path(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if not (path.is_dir() and error.errno in _NOT_OF_FOLDERS):
+        if not (path.is_dir() and error.errno in _UNFLUSHABLE_FOLDER_ERRNOS):
             raise
     finally:
         os.close(descriptor)

@@ -20,7 +20,7 @@ from accel_state.settings.installed import installed_version
 
 __all__ = ("CheckpointFinalizer", "Committed")
 
-_LIBRARIES: Final = ("accel-plugins", "torch", "safetensors", "numpy")
+_RECORDED_LIBRARIES: Final = ("accel-plugins", "torch", "safetensors", "numpy")
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class _Stamp:
 
     @classmethod
     def of(cls, path: Path) -> _Stamp:
-        found = path.stat()
-        return cls(found.st_size, found.st_mtime_ns, found.st_ino)
+        status = path.stat()
+        return cls(status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ class CheckpointFinalizer:
         names = {path.relative_to(folder).as_posix(): result for path, result in hashed.items()}
         return json.dumps({name: [astuple(stamp), record.xxh3_128] for name, (stamp, record) in names.items()})
 
-    def adopt(self, folder: Path, told: Sequence[str]) -> str:
+    def adopt(self, folder: Path, reports: Sequence[str]) -> str:
         """Use the processes' reports about files that have the same size and time here; needs no communication.
 
         Files that no process has hashed, or that changed later, are hashed here.
         """
-        for text in filter(None, told):
+        for text in filter(None, reports):
             for name, (stamp, digest) in json.loads(text).items():
                 path = folder / name
                 with suppress(OSError):
@@ -125,7 +125,9 @@ class CheckpointFinalizer:
             hashed = self._hashes.results(paths)
             self._flushes.results([*paths, *inner])
             records: dict[str, FileRecord] = {path.relative_to(folder).as_posix(): hashed[path][1] for path in paths}
-            versions = {name: version for name in _LIBRARIES if (version := installed_version(name)) is not None}
+            versions = {
+                name: version for name in _RECORDED_LIBRARIES if (version := installed_version(name)) is not None
+            }
             manifest = CheckpointManifest(records, dict(facts or {}), versions, time.time())
             lock.commit(manifest.text(), fsync=self._fsync)
         except OSError as error:

@@ -31,10 +31,10 @@ __all__ = ("PARTIAL_NAME", "FolderLock")
 PARTIAL_NAME: Final = f"{MANIFEST_NAME}.partial"
 """The name of the manifest's file until the checkpoint is complete, and while it is being removed."""
 
-_OF_ONE_MACHINE: Final = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "tmpfs", "overlay", "zfs"})
+_LOCAL_FILE_SYSTEMS: Final = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "tmpfs", "overlay", "zfs"})
 """Types of file systems that one kernel mounts, so that it knows of all locks."""
-_LONGEST: Final = 4096
-_GONE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+_MAX_OWNER_BYTES: Final = 4096
+_GONE_ERRNOS: Final = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 class FolderLock:
@@ -100,17 +100,19 @@ class FolderLock:
             opened.close()
 
     @classmethod
-    def seize(cls, folder: Path, *, asked: bool = False) -> FolderLock | None:
+    def seize(cls, folder: Path, *, by_user: bool = False) -> FolderLock | None:
         """Open a folder for its removal; None if it is in use.
 
         Args:
             folder: the folder.
-            asked: a user named it; otherwise an incomplete one must be provably abandoned.
+            by_user: a user named it; otherwise an incomplete one must be provably abandoned.
         """
         opened = cls._open(folder, alone=True)
         if opened is None:
             return None
-        if opened.is_at(folder) and (asked or opened.is_committed or (opened.is_locked and opened._knows_all_users())):
+        if opened.is_at(folder) and (
+            by_user or opened.is_committed or (opened.is_locked and opened._knows_all_users())
+        ):
             return opened
         opened.close()
         return None
@@ -118,12 +120,12 @@ class FolderLock:
     @classmethod
     def _open(cls, folder: Path, alone: bool) -> FolderLock | None:
         if fcntl is None:
-            known = any((folder / name).is_file() for name in (MANIFEST_NAME, PARTIAL_NAME))
-            return cls(folder, None, None, False) if known else None
+            is_checkpoint = any((folder / name).is_file() for name in (MANIFEST_NAME, PARTIAL_NAME))
+            return cls(folder, None, None, False) if is_checkpoint else None
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
-            if error.errno in _GONE:
+            if error.errno in _GONE_ERRNOS:
                 return None
             raise
         try:
@@ -220,11 +222,11 @@ class FolderLock:
 
     def _knows_all_users(self) -> bool:
         """Whether all users of a partial folder are on this machine, which then knows their locks."""
-        if _type_of_file_system(self.folder) in _OF_ONE_MACHINE:
+        if _type_of_file_system(self.folder) in _LOCAL_FILE_SYSTEMS:
             return True
         try:
             assert self._file is not None
-            return bool(json.loads(os.pread(self._file, _LONGEST, 0)) == _writer(self._file))
+            return bool(json.loads(os.pread(self._file, _MAX_OWNER_BYTES, 0)) == _writer(self._file))
         except (OSError, ValueError, RecursionError):
             return False
 
@@ -248,7 +250,7 @@ def _open_if_there(name: str, descriptor: int) -> int | None:
         # Network file systems lock a file alone only for a process that may write it.
         return os.open(name, os.O_RDWR | flags, dir_fd=descriptor)
     except OSError as error:
-        if error.errno in _GONE:
+        if error.errno in _GONE_ERRNOS:
             return None
     return os.open(name, os.O_RDONLY | flags, dir_fd=descriptor)
 

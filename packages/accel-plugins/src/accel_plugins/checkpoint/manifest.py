@@ -48,14 +48,14 @@ __all__ = (
 )
 
 FORMAT: Final = 1
-_BUFFER: Final = 1 << 18
+_BUFFER_BYTES: Final = 1 << 18
 """Bytes that are read at once; few enough to remain in a core's cache for hashing."""
 
-_VERSIONED: Final = record({"format": integer(1)})
-_FILE: Final = record({"size": integer(), "xxh3_128": text("[0-9a-f]{32}")})
-_SHAPE: Final = record(
+_VERSION_SHAPE: Final = record({"format": integer(1)})
+_FILE_SHAPE: Final = record({"size": integer(), "xxh3_128": text("[0-9a-f]{32}")})
+_MANIFEST_SHAPE: Final = record(
     {
-        "files": dict_of(_FILE),
+        "files": dict_of(_FILE_SHAPE),
         "facts": dict_of(anything),
         "versions": dict_of(text()),
         # Until the end of the year 9999, the limit of Python's datetime.
@@ -64,12 +64,12 @@ _SHAPE: Final = record(
 )
 
 _OWN_HASH: Final = "xxh3_128"
-_KEYS: Final = frozenset({"files", "facts", "format", "versions", "written", _OWN_HASH})
+_MANIFEST_KEYS: Final = frozenset({"files", "facts", "format", "versions", "written", _OWN_HASH})
 
-_OF_ONE: Final = re.compile(r".*(?:_rank|random_states_|gradients_|__)(\d+)(?:_\d+)?\.[a-z]+")
+_RANK_FILE_NAME: Final = re.compile(r".*(?:_rank|random_states_|gradients_|__)(\d+)(?:_\d+)?\.[a-z]+")
 """Files, including shards, that only one process writes and reads; their number is its rank."""
-_THREADS: Final = 2
-_SMALL: Final = 1 << 24
+_HASH_THREADS: Final = 2
+_MAX_UNTHREADED_BYTES: Final = 1 << 24
 """Up to this many bytes are hashed without further threads."""
 
 
@@ -142,46 +142,48 @@ def read_manifest(folder: Path) -> CheckpointManifest | None:
     Raises:
         CheckpointError: the manifest cannot be read.
     """
-    failed = f"Cannot read the checkpoint {printable(folder)}."
+    failure = f"Cannot read the checkpoint {printable(folder)}."
     try:
-        return parse_manifest(read_limited(folder / MANIFEST_NAME), failed)
+        return parse_manifest(read_limited(folder / MANIFEST_NAME), failure)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            failed,
+            failure,
             f"{MANIFEST_NAME} is damaged. {error}",
             "Load an older checkpoint, or remove that file to load the folder unverified.",
         ) from error
 
 
-def parse_manifest(data: bytes, failed: str) -> CheckpointManifest:
+def parse_manifest(data: bytes, failure: str) -> CheckpointManifest:
     """Parse a manifest.
 
     Args:
         data: the result of `CheckpointManifest.text`.
-        failed: first sentence of the error.
+        failure: first sentence of the error.
 
     Raises:
         ValueError: the manifest is damaged.
         CheckpointError: a newer release wrote it.
     """
-    found = parse_json(data, _VERSIONED)
-    if found["format"] > FORMAT:
+    entries = parse_json(data, _VERSION_SHAPE)
+    if entries["format"] > FORMAT:
         raise CheckpointError(
-            failed,
-            f"Its manifest has format {found['format']}; this release supports formats up to {FORMAT}.",
+            failure,
+            f"Its manifest has format {entries['format']}; this release supports formats up to {FORMAT}.",
             "Update accel-plugins.",
         )
-    if fault := _SHAPE(found):
+    if fault := _MANIFEST_SHAPE(entries):
         raise ValueError(f"It{fault}.")
-    if unknown := sorted(found.keys() - _KEYS):
+    if unknown := sorted(entries.keys() - _MANIFEST_KEYS):
         raise ValueError(f"The manifest has the unknown key {printable(f'{unknown[0]!r:.200}')}.")
     # Manifests of earlier releases do not contain a hash of themselves.
-    if found.pop(_OWN_HASH, None) not in (None, _own_hash(found)):
+    if entries.pop(_OWN_HASH, None) not in (None, _own_hash(entries)):
         raise ValueError("The contents of the manifest do not match its hash.")
-    files = {name: FileRecord(entry["size"], entry["xxh3_128"]) for name, entry in found["files"].items()}
-    return CheckpointManifest(files, found["facts"], found["versions"], float(found["written"]), found["format"])
+    files = {name: FileRecord(entry["size"], entry["xxh3_128"]) for name, entry in entries["files"].items()}
+    return CheckpointManifest(
+        files, entries["facts"], entries["versions"], float(entries["written"]), entries["format"]
+    )
 
 
 def _own_hash(document: Mapping[str, Any]) -> str:
@@ -216,7 +218,7 @@ def _verify(folder: Path, hashes: bool) -> Verdict:
 
 def record_of(path: Path) -> FileRecord:
     """The size and the hash of a file."""
-    digest, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(_BUFFER))
+    digest, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(_BUFFER_BYTES))
     with open_regular(path) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
@@ -260,12 +262,12 @@ def damage_in(folder: Path, manifest: CheckpointManifest, process: Process) -> l
     def damage(name: str) -> str | None:
         return _damage_of_file(folder, name, manifest.files[name], hashes=True)
 
-    if sum(manifest.files[name].size for name in names) <= _SMALL:
-        found = list(map(damage, names))
+    if sum(manifest.files[name].size for name in names) <= _MAX_UNTHREADED_BYTES:
+        sentences = list(map(damage, names))
     else:
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="accel-verify") as threads:
-            found = list(threads.map(damage, names))
-    return [sentence for sentence in found if sentence is not None]
+        with ThreadPoolExecutor(_HASH_THREADS, thread_name_prefix="accel-verify") as threads:
+            sentences = list(threads.map(damage, names))
+    return [sentence for sentence in sentences if sentence is not None]
 
 
 def _share(manifest: CheckpointManifest, process: Process) -> list[str]:
@@ -288,6 +290,6 @@ def _share(manifest: CheckpointManifest, process: Process) -> list[str]:
 
 def _owner(name: str, world_size: int) -> int | None:
     """The rank of the only process that reads a file; None if all read it."""
-    found = _OF_ONE.fullmatch(name)
-    owner = world_size if found is None else int(found[1])
+    match = _RANK_FILE_NAME.fullmatch(name)
+    owner = world_size if match is None else int(match[1])
     return owner if owner < world_size else None

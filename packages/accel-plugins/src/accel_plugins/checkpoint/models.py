@@ -76,10 +76,10 @@ def matched_models(
     own, inside = Counter(identity for _, identity in prepared), Counter(saved)
     positions = list(range(len(prepared)))
     if all(own[identity] == inside[identity] == 1 for _, identity in prepared):
-        found = [saved.index(identity) for _, identity in prepared]
-        if unread := [index for index in range(len(saved)) if index not in found]:
+        indices = [saved.index(identity) for _, identity in prepared]
+        if unread := [index for index in range(len(saved)) if index not in indices]:
             logger.warning("%s: %s not loaded, because no such model is prepared.", folder, _listed(unread))
-        return found
+        return indices
     if len(saved) == len(prepared) or not saved or (allow_unread and len(saved) > len(prepared)):
         return positions
     raise CheckpointError(

@@ -20,15 +20,15 @@ __all__ = ("ObjectStore",)
 
 _OBSTORE: Final = Requirement("obstore", versions=">=0.8")
 
-_PART: Final = 8 << 20
+_PART_BYTES: Final = 8 << 20
 """Size in bytes of one part of a large file."""
-_PARTS_AT_ONCE: Final = 4
+_CONCURRENT_PARTS: Final = 4
 
-_REQUEST: Final = timedelta(seconds=60)
+_REQUEST_TIMEOUT: Final = timedelta(seconds=60)
 """Maximum time of the request for one part."""
-_CONNECT: Final = timedelta(seconds=10)
+_CONNECT_TIMEOUT: Final = timedelta(seconds=10)
 
-_ENDPOINTS: Final = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
+_ENDPOINT_VARIABLES: Final = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
 
 
 class ObjectStore(CheckpointStore):
@@ -49,15 +49,15 @@ class ObjectStore(CheckpointStore):
         from obstore.store import from_url
 
         self._obstore: Any = obstore
-        plain = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
+        plain = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINT_VARIABLES)
         limit = timedelta(seconds=deadline)
         with _as_os_errors(self.url):
             self._store: Any = from_url(
                 self.url,
                 client_options={
                     "allow_http": plain,
-                    "connect_timeout": min(_CONNECT, limit),
-                    "timeout": min(_REQUEST, limit),
+                    "connect_timeout": min(_CONNECT_TIMEOUT, limit),
+                    "timeout": min(_REQUEST_TIMEOUT, limit),
                 },
                 retry_config={
                     "max_retries": 1000,
@@ -87,7 +87,7 @@ class ObjectStore(CheckpointStore):
     def write(self, name: str, source: Path) -> None:
         """Upload a file, a large one in parts; it becomes visible when all parts are uploaded."""
         with _as_os_errors(f"{self.url}/{name}"):
-            self._obstore.put(self._store, name, source, chunk_size=_PART, max_concurrency=_PARTS_AT_ONCE)
+            self._obstore.put(self._store, name, source, chunk_size=_PART_BYTES, max_concurrency=_CONCURRENT_PARTS)
 
     def create(self, name: str, content: bytes) -> None:
         """Upload a small file, unless the name exists."""
@@ -95,7 +95,7 @@ class ObjectStore(CheckpointStore):
             self._obstore.put(self._store, name, content, mode="create", use_multipart=False)
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove files."""
+        """Remove files by name; absent ones are ignored."""
         for first in range(0, len(names), 1000):
             with _as_os_errors(self.url):
                 try:
@@ -131,5 +131,5 @@ def _first_line(error: Exception) -> str:
 
 def _is_about_credentials(error: Exception) -> bool:
     """Whether a general error reports missing or expired credentials."""
-    told = str(error)
-    return any(word in told for word in ("ExpiredToken", "InvalidAccessKeyId", "SignatureDoesNotMatch", "credential"))
+    text = str(error)
+    return any(word in text for word in ("ExpiredToken", "InvalidAccessKeyId", "SignatureDoesNotMatch", "credential"))

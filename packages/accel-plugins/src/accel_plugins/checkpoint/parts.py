@@ -43,9 +43,9 @@ __all__ = (
     "write_part",
 )
 
-_NAMES = {ObjectKind.OPTIMIZER: optimizer_name, ObjectKind.SCHEDULER: scheduler_name}
+_FILE_NAMES_BY_KIND = {ObjectKind.OPTIMIZER: optimizer_name, ObjectKind.SCHEDULER: scheduler_name}
 
-_FORMATS: Final = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+_MEMORY_FORMATS: Final = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 
 def plain_state_dict(model: Module) -> dict[str, Tensor]:
@@ -62,7 +62,7 @@ def write_part(kind: ObjectKind, state: Any, folder: Path, index: int, *, safe_s
     if kind is ObjectKind.MODEL:
         weight_files.save_weights_file(state, folder / weights_name(safe_serialization, index))
     else:
-        pickled.write(state, folder / _NAMES[kind](index))
+        pickled.write(state, folder / _FILE_NAMES_BY_KIND[kind](index))
 
 
 def read_part(
@@ -100,7 +100,7 @@ def read_part(
             weights = _weights(item, folder, index, map_location or "cpu", guard, in_place=in_place)
             load_into_model(item, weights, strict=strict, where=str(folder), **options)
         return
-    path = folder / _NAMES[kind](index)
+    path = folder / _FILE_NAMES_BY_KIND[kind](index)
     if kind is ObjectKind.OPTIMIZER:
         state = _optimizer_state(item, folder, index, map_location or "cpu", models)
     else:
@@ -124,9 +124,9 @@ def _weights(
     if safe.is_file() and in_place and map_location == "cpu":
         own = model.state_dict(keep_vars=True)
         return read_weights(safe, {canonical_name(name): value for name, value in own.items()}, guard)
-    found = next((path for path in candidates if path.is_file()), None)
-    if found is not None:
-        return weight_files.load_weights_file(found, map_location)
+    file = next((path for path in candidates if path.is_file()), None)
+    if file is not None:
+        return weight_files.load_weights_file(file, map_location)
     whole, sharded = folder / sharded_model_name(index), folder / shards_name(FSDP_MODEL_NAME, index)
     if whole.is_file():
         weights: dict[str, Any] = pickled.read(whole, map_location)
@@ -179,12 +179,12 @@ def load_into_model(
         CheckpointError: names or shapes do not agree.
     """
     own = model.state_dict()
-    known = {canonical_name(name): name for name in own}
-    renamed = {known.get(name, name): value for name, value in weights.items()}
+    own_names = {canonical_name(name): name for name in own}
+    renamed = {own_names.get(name, name): value for name, value in weights.items()}
     for names in weight_files.tied_names(own):
-        given = next((renamed[name] for name in names if name in renamed), None)
-        if given is not None:
-            renamed.update({name: given for name in names if name not in renamed})
+        tied = next((renamed[name] for name in names if name in renamed), None)
+        if tied is not None:
+            renamed.update({name: tied for name in names if name not in renamed})
     try:
         model.load_state_dict(renamed, strict=strict, **options)
     except RuntimeError as error:
@@ -275,7 +275,7 @@ def _is_dense(own: Any) -> bool:
         type(own) in (Tensor, Parameter)
         and own.layout == torch.strided
         and not (own.is_meta or own.is_inference() or own.is_neg() or own.is_conj())
-        and any(own.is_contiguous(memory_format=form) for form in _FORMATS[: 1 + max(0, own.dim() - 3)])
+        and any(own.is_contiguous(memory_format=form) for form in _MEMORY_FORMATS[: 1 + max(0, own.dim() - 3)])
     )
 
 

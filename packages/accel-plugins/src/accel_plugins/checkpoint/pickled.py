@@ -5,23 +5,27 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final
 
+import numpy
 import torch
 
 from accel_bigmodel.weight_files import load_weights_file, save_weights_file
 from accel_bigmodel.weight_files.names import is_safetensors
 from accel_bigmodel.weight_files.reading import load_torch_file
-from accel_plugins.checkpoint.numpy_data import NAMES, as_numpy
 from accel_state import current
 from accel_state.errors import CheckpointError, UnknownKind
 
 __all__ = (
+    "NUMPY_GLOBALS",
+    "as_numpy",
     "load",
     "read",
     "read_open",
@@ -63,7 +67,7 @@ def read(path: Path, map_location: Any = "cpu", *, trusted: bool = False, mapped
     try:
         if trusted:
             return torch.load(path, map_location=map_location, weights_only=False, **options)
-        with torch.serialization.safe_globals(NAMES):
+        with torch.serialization.safe_globals(NUMPY_GLOBALS):
             return as_numpy(load_torch_file(path, mapped=mapped, map_location=map_location, **options))
     except FileNotFoundError:
         raise CheckpointError(
@@ -101,7 +105,7 @@ def read_open(file: IO[bytes], name: str, map_location: Any = "cpu", **options: 
     try:
         file.seek(0)
         sparse: Any = torch.sparse.check_sparse_tensor_invariants
-        with torch.serialization.safe_globals(NAMES), sparse():
+        with torch.serialization.safe_globals(NUMPY_GLOBALS), sparse():
             return as_numpy(torch.load(file, map_location=map_location, weights_only=True, **options))
     except Exception as error:  # a damaged pickle can make its reader raise any error
         raise CheckpointError(
@@ -193,3 +197,94 @@ def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
     if is_safetensors(path):
         return load_weights_file(path, map_location or "cpu")
     return read(path, map_location, trusted=trusted, **kwargs)
+
+
+# ---------------------------------------------------------------------- arrays and scalars of numpy
+
+# They are made without numpy's own unpickling. Other programs save the state of numpy's generator as an array. numpy's
+# functions would take the bytes of a file for addresses of objects if the file says that they are; so the names of
+# these functions stand for the classes here.
+
+_DTYPE_NAME: Final = re.compile(r"[<>|=]?[biufc]\d{1,2}")
+"""The names of types of numbers; numpy would also evaluate shapes and fields in a text, and reserve their memory."""
+
+
+class _Type:
+    """In the place of `numpy.dtype`: a type of numbers."""
+
+    def __init__(self, text: str, align: bool = False, copy: bool = True) -> None:
+        if not isinstance(text, str) or _DTYPE_NAME.fullmatch(text) is None:
+            raise ValueError(f"an array of {text!s:.20} is not one of numbers")
+        self.dtype = numpy.dtype(text)
+
+    def __setstate__(self, state: Any) -> None:
+        if tuple(state) not in [(3, order, None, None, None, -1, -1, 0) for order in "<>|="]:
+            raise ValueError("a type of numbers has another state than its order of bytes")
+        self.dtype = self.dtype.newbyteorder(state[1])
+
+
+class _Array:
+    """In the place of `numpy.ndarray`: an array whose content follows as its state."""
+
+    value: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, kind, fortran, data = state
+        if type(kind) is not _Type or type(data) is not bytes:
+            raise ValueError("an array does not consist of the bytes of numbers")
+        # numpy's own reading, too, brings the bytes into the order of this machine.
+        flat = numpy.frombuffer(data, kind.dtype).astype(kind.dtype.newbyteorder("="))
+        self.value = flat.reshape(tuple(shape), order="F" if fortran else "C")
+
+
+def _reconstruct(kind: Any, shape: Any, code: Any) -> _Array:
+    if kind is not _Array or tuple(shape) != (0,) or code != b"b":
+        raise ValueError("an array is not made as numpy makes it")
+    return _Array()
+
+
+def _scalar(kind: Any, data: Any) -> Any:
+    if type(kind) is not _Type or type(data) is not bytes or len(data) != kind.dtype.itemsize:
+        raise ValueError("a number does not consist of its bytes")
+    return numpy.frombuffer(data, kind.dtype)[0]
+
+
+def _encode(text: Any, encoding: Any) -> bytes:
+    if encoding != "latin1" or type(text) is not str:
+        raise ValueError("bytes are not stored as text in Latin-1")
+    return codecs.encode(text, "latin1")
+
+
+NUMPY_GLOBALS: Final[list[Any]] = [
+    *((_reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+    *((_scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+    (_Array, "numpy.ndarray"),
+    (_Type, "numpy.dtype"),
+    (_encode, "_codecs.encode"),
+    bytes,
+    io.BytesIO,
+]
+"""For `torch.serialization.safe_globals`; byte streams are those of Transformer Engine."""
+
+
+def as_numpy(item: Any) -> Any:
+    """What was read with `NUMPY_GLOBALS`, with arrays of numpy in their place; containers are changed in place."""
+    return _converted(item, {})
+
+
+def _converted(item: Any, done: dict[int, Any]) -> Any:
+    if isinstance(item, _Array):
+        return item.value
+    if not isinstance(item, (dict, list, tuple)) or id(item) in done:
+        return done.get(id(item), item)
+    done[id(item)] = item
+    if isinstance(item, dict):
+        for key, value in item.items():
+            item[key] = _converted(value, done)
+    elif isinstance(item, list):
+        item[:] = [_converted(value, done) for value in item]
+    elif type(item) is tuple:
+        parts = tuple(_converted(value, done) for value in item)
+        changed = any(new is not old for new, old in zip(parts, item, strict=True))
+        done[id(item)] = parts if changed else item
+    return done[id(item)]

@@ -48,8 +48,8 @@ __all__ = (
 
 logger = logging.getLogger(__name__)
 
-_STAGED: Final = re.compile(r"(?P<name>.+)\.staged-[0-9a-f]{16}", re.DOTALL)
-_BETWEEN_RENAMES: Final = 2.0
+_STAGED_NAME: Final = re.compile(r"(?P<name>.+)\.staged-[0-9a-f]{16}", re.DOTALL)
+_RENAME_TIMEOUT_S: Final = 2.0
 """Seconds to wait for a running save that has moved the previous checkpoint aside."""
 
 
@@ -60,7 +60,7 @@ def staged_path(target: Path, token: str) -> Path:
 
 def is_staged(path: Path) -> bool:
     """Whether a path has such a name."""
-    return _STAGED.fullmatch(path.name) is not None
+    return _STAGED_NAME.fullmatch(path.name) is not None
 
 
 def stands(target: Path) -> bool:
@@ -112,7 +112,7 @@ def located(target: Path) -> Path | None:
     if stands(target):
         return target
     real = Path(os.path.realpath(target))
-    until = time.monotonic() + _BETWEEN_RENAMES
+    until = time.monotonic() + _RENAME_TIMEOUT_S
     while not stands(real):
         best = _best(entry for entry in unfinished(real.parent) if _name(entry) == real.name)
         if best is None:
@@ -176,12 +176,12 @@ def retire(entry: Path, target: Path, *, fsync: bool = True) -> bool:
     return not os.path.lexists(entry)
 
 
-def remove(folder: Path, *, asked: bool = False) -> bool:
+def remove(folder: Path, *, by_user: bool = False) -> bool:
     """Remove a checkpoint or an incomplete one, unless it is in use.
 
     Args:
         folder: the folder.
-        asked: a user named it; see `FolderLock.seize`.
+        by_user: a user named it; see `FolderLock.seize`.
 
     Returns:
         Whether it is gone.
@@ -189,7 +189,7 @@ def remove(folder: Path, *, asked: bool = False) -> bool:
     Raises:
         OSError: it cannot be removed.
     """
-    lock = FolderLock.seize(folder, asked=asked)
+    lock = FolderLock.seize(folder, by_user=by_user)
     if lock is None:
         # An empty folder has no lock, and nothing else is removed here.
         with suppress(OSError):
@@ -276,6 +276,6 @@ def _entries(parent: Path) -> list[Path]:
 
 
 def _name(entry: Path) -> str:
-    match = _STAGED.fullmatch(entry.name)
+    match = _STAGED_NAME.fullmatch(entry.name)
     assert match is not None, entry
     return match["name"]

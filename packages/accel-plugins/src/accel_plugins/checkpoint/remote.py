@@ -55,19 +55,19 @@ __all__ = (
     "split_url",
 )
 
-_MANIFEST: Final = re.compile(r"(?P<name>[^/]+)/manifest-(?P<epoch>\d{8})-(?P<generation>\d{8})\.json")
-_FILE: Final = re.compile(r"(?P<name>[^/]+)/(?P<data>[0-9a-f]{32})/(?P<file>.+)")
-_SHARE: Final = re.compile(r"[^/]+/(?P<data>[0-9a-f]{32})\.share-(?P<rank>\d+)\.json")
-_WRITER: Final = re.compile(r"writers/(?P<epoch>\d{8})\.json")
+_MANIFEST_NAME: Final = re.compile(r"(?P<name>[^/]+)/manifest-(?P<epoch>\d{8})-(?P<generation>\d{8})\.json")
+_FILE_NAME: Final = re.compile(r"(?P<name>[^/]+)/(?P<data>[0-9a-f]{32})/(?P<file>.+)")
+_SHARE_NAME: Final = re.compile(r"[^/]+/(?P<data>[0-9a-f]{32})\.share-(?P<rank>\d+)\.json")
+_WRITER_NAME: Final = re.compile(r"writers/(?P<epoch>\d{8})\.json")
 
-_COMMIT: Final = record({"data": text("[0-9a-f]{32}"), "manifest": text()})
-_OWNER: Final = record({"host": text(), "started": text()}, {"pid": text(), "id": text()})
+_COMMIT_SHAPE: Final = record({"data": text("[0-9a-f]{32}"), "manifest": text()})
+_OWNER_SHAPE: Final = record({"host": text(), "started": text()}, {"pid": text(), "id": text()})
 
-_RANGE: Final = 8 << 20
+_RANGE_BYTES: Final = 8 << 20
 """Size in bytes of one download request."""
-_REQUESTS_AT_ONCE: Final = 8
-_LONGEST_MANIFEST: Final = 1 << 28
-_POLL: Final = 0.5
+_CONCURRENT_REQUESTS: Final = 8
+_MAX_MANIFEST_BYTES: Final = 1 << 28
+_POLL_INTERVAL_S: Final = 0.5
 """Seconds between two checks for the files of other nodes."""
 
 
@@ -164,13 +164,13 @@ class RemoteCheckpoints:
         with store_errors(f"Cannot list the checkpoints in {self.store.url}."):
             files = list(self.store.files("" if name is None else f"{name}/"))
             newest: dict[str, tuple[int, int]] = {}
-            for commit in filter(None, (_MANIFEST.fullmatch(file.name) for file in files)):
+            for commit in filter(None, (_MANIFEST_NAME.fullmatch(file.name) for file in files)):
                 key = int(commit["epoch"]), int(commit["generation"])
                 newest[commit["name"]] = max(key, newest.get(commit["name"], key))
             present: dict[tuple[str, str], dict[str, int]] = {}
             for file in files:
-                if found := _FILE.fullmatch(file.name):
-                    present.setdefault((found["name"], found["data"]), {})[found["file"]] = file.size
+                if match := _FILE_NAME.fullmatch(file.name):
+                    present.setdefault((match["name"], match["data"]), {})[match["file"]] = file.size
             sizes = {file.name: file.size for file in files}
             complete = list[RemoteCheckpoint]()
             for one, key in newest.items():
@@ -178,11 +178,11 @@ class RemoteCheckpoints:
                     complete.append(self._read(one, *key, sizes, present))
                 except CheckpointError as error:
                     damaged[one] = error.obstacle
-        known = {(one.name, one.data) for one in complete}
+        complete_data = {(one.name, one.data) for one in complete}
         halves = {
             one: sum(sizes.values())
             for (one, data), sizes in present.items()
-            if (one, data) not in known and one not in newest
+            if (one, data) not in complete_data and one not in newest
         }
         return RemoteListing(sorted(complete, key=lambda one: one.order), halves, damaged)
 
@@ -195,15 +195,15 @@ class RemoteCheckpoints:
         present: Mapping[tuple[str, str], Mapping[str, int]],
     ) -> RemoteCheckpoint:
         file = _manifest_name(name, epoch, generation)
-        failed = f"Cannot read the checkpoint {printable(name)} in {self.store.url}."
+        failure = f"Cannot read the checkpoint {printable(name)} in {self.store.url}."
         try:
-            if sizes[file] > _LONGEST_MANIFEST:
+            if sizes[file] > _MAX_MANIFEST_BYTES:
                 raise ValueError(f"It has {sizes[file]} bytes.")
-            commit = parse_json(self.store.read(file, 0, sizes[file]), _COMMIT)
-            manifest = parse_manifest(commit["manifest"].encode(), failed)
+            commit = parse_json(self.store.read(file, 0, sizes[file]), _COMMIT_SHAPE)
+            manifest = parse_manifest(commit["manifest"].encode(), failure)
         except ValueError as error:
             remedy = "Load another checkpoint; `accel checkpoint list` lists those that exist."
-            raise CheckpointError(failed, f"{file} is damaged. {error}", remedy) from error
+            raise CheckpointError(failure, f"{file} is damaged. {error}", remedy) from error
         data = commit["data"]
         return RemoteCheckpoint(self.store.url, name, epoch, generation, data, manifest, present.get((name, data), {}))
 
@@ -234,18 +234,18 @@ class RemoteCheckpoints:
         Raises:
             CheckpointError: the store does not answer, its files are damaged, or writing to disk failed.
         """
-        failed = f"Cannot copy the checkpoint {checkpoint.path} to {target}."
+        failure = f"Cannot copy the checkpoint {checkpoint.path} to {target}."
         if damage := list(_missing(checkpoint)):
-            raise CheckpointError(failed, " ".join(damage[:3]), "Load an older checkpoint.")
+            raise CheckpointError(failure, " ".join(damage[:3]), "Load an older checkpoint.")
         try:
-            with store_errors(failed, "Check the store and the disk, and try again."):
+            with store_errors(failure, "Check the store and the disk, and try again."):
                 if target.exists():
                     raise FileExistsError(f"{target} exists already")
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with FolderLock.create(staged_path(target, secrets.token_hex(8))) as lock:
                     try:
                         for name, expected in checkpoint.manifest.files.items():
-                            self._download_file(checkpoint, name, expected, lock.folder, failed)
+                            self._download_file(checkpoint, name, expected, lock.folder, failure)
                         lock.commit(checkpoint.manifest.text(), fsync=True)
                         lock.folder.rename(target)
                         fsync_path(target.parent)
@@ -255,11 +255,11 @@ class RemoteCheckpoints:
                         raise
         except ValueError as error:
             raise CheckpointError(
-                failed, f"Its manifest has an invalid file name: {error}.", "Load another."
+                failure, f"Its manifest has an invalid file name: {error}.", "Load another."
             ) from error
 
     def _download_file(
-        self, checkpoint: RemoteCheckpoint, name: str, expected: FileRecord, folder: Path, failed: str
+        self, checkpoint: RemoteCheckpoint, name: str, expected: FileRecord, folder: Path, failure: str
     ) -> None:
         path = Path(path_inside(folder, name))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -270,19 +270,19 @@ class RemoteCheckpoints:
             os.fsync(file.fileno())
         if digest.hexdigest() != expected.xxh3_128:
             obstacle = f"{printable(name)} has changed since it was written."
-            raise CheckpointError(failed, obstacle, "Load an older checkpoint.")
+            raise CheckpointError(failure, obstacle, "Load an older checkpoint.")
 
     def _transfer(self, checkpoint: RemoteCheckpoint, name: str, size: int, *sinks: Callable[[bytes], object]) -> None:
         """Read a file in ranges, several at once, and pass them to the sinks in order."""
         place = f"{checkpoint.name}/{checkpoint.data}/{name}"
-        starts = range(0, size, _RANGE)
+        starts = range(0, size, _RANGE_BYTES)
         with (
             store_errors(f"Cannot read {printable(name)} of the checkpoint {checkpoint.path}."),
-            ThreadPoolExecutor(_REQUESTS_AT_ONCE, thread_name_prefix="accel-download") as threads,
+            ThreadPoolExecutor(_CONCURRENT_REQUESTS, thread_name_prefix="accel-download") as threads,
         ):
-            for first in range(0, len(starts), _REQUESTS_AT_ONCE):
-                some = starts[first : first + _REQUESTS_AT_ONCE]
-                for content in threads.map(lambda at: self.store.read(place, at, min(at + _RANGE, size)), some):
+            for first in range(0, len(starts), _CONCURRENT_REQUESTS):
+                some = starts[first : first + _CONCURRENT_REQUESTS]
+                for content in threads.map(lambda at: self.store.read(place, at, min(at + _RANGE_BYTES, size)), some):
                     for sink in sinks:
                         sink(content)
 
@@ -294,9 +294,9 @@ class RemoteCheckpoints:
         Raises:
             CheckpointError: one of the two is not possible.
         """
-        failed = f"Cannot keep checkpoints in {self.store.url}."
+        failure = f"Cannot keep checkpoints in {self.store.url}."
         name = f"probe-{secrets.token_hex(16)}.json"
-        with store_errors(failed, "Use the URL of a store that exists and answers, or remove `remote`."):
+        with store_errors(failure, "Use the URL of a store that exists and answers, or remove `remote`."):
             self.store.create(name, b"{}")
             try:
                 self.store.create(name, b"{}")
@@ -305,7 +305,7 @@ class RemoteCheckpoints:
             finally:
                 self.store.remove([name])
         raise CheckpointError(
-            failed,
+            failure,
             "The store ignores the condition of a conditional write (If-None-Match) and replaces existing files, so "
             "two runs could destroy each other's checkpoints.",
             "Use a store with conditional writes, such as S3, GCS or Azure.",
@@ -337,26 +337,26 @@ class RemoteCheckpoints:
             CheckpointError: the store does not answer or denies access, the local folder changed, files of another node
                 are missing, or another run has started to write there.
         """
-        failed = f"Cannot copy the checkpoint {shown or folder} to {self.store.url}/{name}."
-        with store_errors(failed):
+        failure = f"Cannot copy the checkpoint {shown or folder} to {self.store.url}/{name}."
+        with store_errors(failure):
             if rank == ranks[0]:
-                self._refuse_later_writer(failed)
+                self._refuse_later_writer(failure)
             own = read_manifest(folder)
             if own is None:
                 raise CheckpointError(
-                    failed, "The folder does not exist any more, or has no manifest.", "Keep more checkpoints locally."
+                    failure, "The folder does not exist any more, or has no manifest.", "Keep more checkpoints locally."
                 )
-            self._upload_files(folder, own, f"{name}/{data}", failed)
+            self._upload_files(folder, own, f"{name}/{data}", failure)
             if rank != ranks[0]:
                 self.store.create(f"{name}/{data}.share-{rank}.json", own.text().encode())
                 return
-            shares = self._shares(name, data, ranks[1:], failed)
+            shares = self._shares(name, data, ranks[1:], failure)
             files = {file: entry for share in reversed([own, *shares]) for file, entry in share.files.items()}
-            self._commit(name, data, CheckpointManifest(files, own.facts, own.versions, own.written), failed)
+            self._commit(name, data, CheckpointManifest(files, own.facts, own.versions, own.written), failure)
             if shares:
                 self.store.remove([f"{name}/{data}.share-{other}.json" for other in ranks[1:]])
 
-    def _upload_files(self, folder: Path, manifest: CheckpointManifest, place: str, failed: str) -> None:
+    def _upload_files(self, folder: Path, manifest: CheckpointManifest, place: str, failure: str) -> None:
         """Files that an earlier attempt uploaded are not sent again.
 
         Raises:
@@ -370,28 +370,28 @@ class RemoteCheckpoints:
                 # After the transfer, so that what changes during it is noticed too.
                 if record_of(path) != entry:
                     raise CheckpointError(
-                        failed,
+                        failure,
                         f"{printable(name)} has changed since it was written.",
                         "Make sure that no other program writes there. Other checkpoints on the store are unchanged.",
                     )
 
-    def _shares(self, name: str, data: str, ranks: Sequence[int], failed: str) -> list[CheckpointManifest]:
-        waiting, found, until = set(ranks), [], time.monotonic() + self.deadline
+    def _shares(self, name: str, data: str, ranks: Sequence[int], failure: str) -> list[CheckpointManifest]:
+        waiting, manifests, until = set(ranks), [], time.monotonic() + self.deadline
         while waiting:
             for file in self.store.files(f"{name}/"):
-                share = _SHARE.fullmatch(file.name)
+                share = _SHARE_NAME.fullmatch(file.name)
                 if share and share["data"] == data and int(share["rank"]) in waiting:
-                    found.append(parse_manifest(self.store.read(file.name, 0, file.size), failed))
+                    manifests.append(parse_manifest(self.store.read(file.name, 0, file.size), failure))
                     waiting.remove(int(share["rank"]))
             if waiting and time.monotonic() > until:
                 named = ", ".join(map(str, sorted(waiting)))
                 remedy = "Look for upload errors in the output of these processes."
-                raise CheckpointError(failed, f"The files of process {named} were not uploaded in time.", remedy)
+                raise CheckpointError(failure, f"The files of process {named} were not uploaded in time.", remedy)
             if waiting:
-                time.sleep(_POLL)
-        return found
+                time.sleep(_POLL_INTERVAL_S)
+        return manifests
 
-    def _commit(self, name: str, data: str, manifest: CheckpointManifest, failed: str) -> None:
+    def _commit(self, name: str, data: str, manifest: CheckpointManifest, failure: str) -> None:
         epoch = self._claim()
         content = json.dumps({"data": data, "manifest": manifest.text()}).encode()
         earlier = self._manifests(name)
@@ -404,13 +404,13 @@ class RemoteCheckpoints:
             # A list may lag behind.
             generation += 1
             self._last[name] = generation, data
-        self._refuse_later_writer(failed)
+        self._refuse_later_writer(failure)
         self._remove_manifests(name, {key: size for key, size in earlier.items() if key < (epoch, generation)})
 
     def _manifests(self, name: str) -> dict[tuple[int, int], int]:
         """The sizes of a checkpoint's manifests, by epoch and number."""
-        files = ((_MANIFEST.fullmatch(file.name), file.size) for file in self.store.files(f"{name}/"))
-        return {(int(found["epoch"]), int(found["generation"])): size for found, size in files if found}
+        files = ((_MANIFEST_NAME.fullmatch(file.name), file.size) for file in self.store.files(f"{name}/"))
+        return {(int(match["epoch"]), int(match["generation"])): size for match, size in files if match}
 
     def _is_created(self, file: str, content: bytes) -> bool:
         """Create a file; False: there is another one. The answer to a request may be lost: then the file decides."""
@@ -441,7 +441,7 @@ class RemoteCheckpoints:
     def _place_of(self, name: str, file: str, size: int) -> str | None:
         """The folder of the files that a manifest names; None if it cannot be read."""
         try:
-            return f"{name}/{parse_json(self.store.read(file, 0, size), _COMMIT)['data']}"
+            return f"{name}/{parse_json(self.store.read(file, 0, size), _COMMIT_SHAPE)['data']}"
         except (OSError, ValueError):
             return None
 
@@ -463,13 +463,15 @@ class RemoteCheckpoints:
             return self._epoch
 
     def _writers(self) -> list[int]:
-        return [int(found["epoch"]) for file in self.store.files("writers/") if (found := _WRITER.fullmatch(file.name))]
+        return [
+            int(match["epoch"]) for file in self.store.files("writers/") if (match := _WRITER_NAME.fullmatch(file.name))
+        ]
 
-    def _refuse_later_writer(self, failed: str) -> None:
+    def _refuse_later_writer(self, failure: str) -> None:
         own, later = self._claim(), max(self._writers(), default=0)
         if later > own:
             raise CheckpointError(
-                failed,
+                failure,
                 f"Another run has started to write there: {self._described(later)}.",
                 "Set a different URL for each run in ProjectConfiguration(remote=...). Local checkpoints are "
                 "unchanged.",
@@ -479,7 +481,7 @@ class RemoteCheckpoints:
         name = f"writers/{epoch:08d}.json"
         try:
             (size,) = [file.size for file in self.store.files("writers/") if file.name == name]
-            owner = parse_json(self.store.read(name, 0, size), _OWNER)
+            owner = parse_json(self.store.read(name, 0, size), _OWNER_SHAPE)
         except (OSError, ValueError):
             return "its record cannot be read"
         return printable(f"process {owner.get('pid', '?')} on {owner['host']}, since {owner['started']}")
@@ -495,8 +497,8 @@ class RemoteCheckpoints:
         with store_errors(f"Cannot remove checkpoints from {self.store.url}."):
             for name in names:
                 files = [file.name for file in self.store.files(f"{name}/")]
-                self.store.remove([file for file in files if _MANIFEST.fullmatch(file)])
-                self.store.remove([file for file in files if not _MANIFEST.fullmatch(file)])
+                self.store.remove([file for file in files if _MANIFEST_NAME.fullmatch(file)])
+                self.store.remove([file for file in files if not _MANIFEST_NAME.fullmatch(file)])
 
     def surplus(self, keep: int, period: float | None = None) -> list[RemoteCheckpoint]:
         """The numbered checkpoints beyond a limit; the newest complete one is never among them.
@@ -505,10 +507,10 @@ class RemoteCheckpoints:
             keep: number of newest checkpoints to keep.
             period: see `accel_plugins.checkpoint.retention.beyond`.
         """
-        known = {one.name: one for one in self.committed() if one.number >= 0}
-        newest_good = next((name for name in reversed(known) if not list(_missing(known[name]))), None)
-        written = {name: one.manifest.written for name, one in known.items()}
-        return [known[name] for name in beyond(written, keep, period) if name != newest_good]
+        numbered = {one.name: one for one in self.committed() if one.number >= 0}
+        newest_good = next((name for name in reversed(numbered) if not list(_missing(numbered[name]))), None)
+        written = {name: one.manifest.written for name, one in numbered.items()}
+        return [numbered[name] for name in beyond(written, keep, period) if name != newest_good]
 
     def remove_oldest(self, keep: int, period: float | None = None, besides: str = "") -> None:
         """Remove the surplus of this run and of earlier ones. What is saved under their names meanwhile stays.
@@ -534,8 +536,8 @@ class RemoteCheckpoints:
         Args:
             damaged: paths of checkpoints that are known to be damaged.
         """
-        known = [one for one in self.committed() if one.number >= 0 and one.path not in damaged]
-        return next((one for one in reversed(known) if not list(_missing(one))), None)
+        numbered = [one for one in self.committed() if one.number >= 0 and one.path not in damaged]
+        return next((one for one in reversed(numbered) if not list(_missing(one))), None)
 
 
 def _missing(checkpoint: RemoteCheckpoint) -> Iterator[str]:

@@ -18,9 +18,9 @@ from accel_state.errors import CheckpointError
 
 __all__ = ("Checkpoint", "available", "beyond", "checkpoints", "find_newest", "number_of", "remove_oldest", "surplus")
 
-_NAME: Final = re.compile(r"checkpoint_(\d+)")
+_NUMBERED_NAME: Final = re.compile(r"checkpoint_(\d+)")
 
-_NONE: Final[Mapping[Path, str]] = MappingProxyType({})
+_NO_CHECKPOINTS: Final[Mapping[Path, str]] = MappingProxyType({})
 
 T = TypeVar("T")
 
@@ -46,8 +46,8 @@ def number_of(name: str) -> int | None:
         >>> number_of("checkpoint_12"), number_of("best")
         (12, None)
     """
-    found = _NAME.fullmatch(name)
-    return None if found is None else int(found[1])
+    match = _NUMBERED_NAME.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def checkpoints(folder: Path) -> list[Checkpoint]:
@@ -55,8 +55,8 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
     if not folder.is_dir():
         return []
     numbers = {entry: number_of(entry.name) for entry in folder.iterdir()}
-    found = [Checkpoint(entry, number) for entry, number in numbers.items() if number is not None]
-    return sorted((one for one in found if _is_whole(one.path)), key=lambda one: one.number)
+    numbered = [Checkpoint(entry, number) for entry, number in numbers.items() if number is not None]
+    return sorted((one for one in numbered if _is_whole(one.path)), key=lambda one: one.number)
 
 
 def _is_whole(path: Path) -> bool:
@@ -66,15 +66,15 @@ def _is_whole(path: Path) -> bool:
 def available(folder: Path) -> list[Checkpoint]:
     """Restore checkpoints that dead runs had moved aside, and list all; lowest number first."""
     recover(folder)
-    known = checkpoints(folder)
+    complete = checkpoints(folder)
     for name in missing(folder):
         number = number_of(name)
-        if number is not None and (found := located(folder / name)) is not None:
-            known.append(Checkpoint(found, number))
-    return sorted(known, key=lambda checkpoint: checkpoint.number)
+        if number is not None and (path := located(folder / name)) is not None:
+            complete.append(Checkpoint(path, number))
+    return sorted(complete, key=lambda checkpoint: checkpoint.number)
 
 
-def find_newest(folder: Path, *, hashes: bool = False, damaged: Mapping[Path, str] = _NONE) -> Path:
+def find_newest(folder: Path, *, hashes: bool = False, damaged: Mapping[Path, str] = _NO_CHECKPOINTS) -> Path:
     """The newest valid checkpoint of a folder; logs why newer ones are skipped.
 
     Args:
@@ -170,7 +170,7 @@ def _is_removed(path: Path, listed: Verdict) -> bool:
     if listed.manifest is None and not listed.damage:
         # Another library's; it gets the lock that removals need.
         FolderLock.mark(path).close()
-    with FolderLock.seize(path, asked=True) or nullcontext() as lock:
+    with FolderLock.seize(path, by_user=True) or nullcontext() as lock:
         if lock is None or (listed.manifest is not None and verify(lock.path).manifest != listed.manifest):
             return False
         erase(lock)

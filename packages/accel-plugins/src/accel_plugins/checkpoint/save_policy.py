@@ -11,7 +11,7 @@ from accel_state.settings.integers import as_int
 
 __all__ = ("ContinuousSavePolicy",)
 
-_UNITS: Final = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_SECONDS_OF_UNITS: Final = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ def _seconds(period: str | float) -> float:
     """A period in seconds; 0 if the value is not a valid period."""
     if not isinstance(period, str):
         return float(period)
-    found = re.fullmatch(rf"([0-9.]+) *({'|'.join(_UNITS)})", period.strip())
+    match = re.fullmatch(rf"([0-9.]+) *({'|'.join(_SECONDS_OF_UNITS)})", period.strip())
     try:
-        return float(found[1]) * _UNITS[found[2]] if found else 0.0
+        return float(match[1]) * _SECONDS_OF_UNITS[match[2]] if match else 0.0
     except ValueError:
         return 0.0

@@ -30,11 +30,11 @@ from accel_state.untrusted import open_regular
 
 __all__ = ("names_in_metadata", "read_metadata")
 
-_METADATA: Final = "torch.distributed.checkpoint.metadata"
-_FILES: Final = "torch.distributed.checkpoint.filesystem"
-_PLANS: Final = "torch.distributed.checkpoint.planner"
+_METADATA_MODULE: Final = "torch.distributed.checkpoint.metadata"
+_FILES_MODULE: Final = "torch.distributed.checkpoint.filesystem"
+_PLANS_MODULE: Final = "torch.distributed.checkpoint.planner"
 
-_CLASSES: Final = {
+_ALLOWED_CLASSES: Final = {
     **dict.fromkeys(
         (
             "Metadata",
@@ -46,10 +46,10 @@ _CLASSES: Final = {
             "StorageMeta",
             "_MEM_FORMAT_ENCODING",
         ),
-        _METADATA,
+        _METADATA_MODULE,
     ),
-    **dict.fromkeys(("_StorageInfo", "_StoragePrefix"), _FILES),
-    **dict.fromkeys(("SavePlan", "WriteItem", "WriteItemType", "BytesIOWriteData", "TensorWriteData"), _PLANS),
+    **dict.fromkeys(("_StorageInfo", "_StoragePrefix"), _FILES_MODULE),
+    **dict.fromkeys(("SavePlan", "WriteItem", "WriteItemType", "BytesIOWriteData", "TensorWriteData"), _PLANS_MODULE),
 }
 
 
@@ -67,21 +67,21 @@ class _Properties(TensorProperties):
 @cache
 def names_in_metadata() -> Mapping[tuple[str, str], Any]:
     """What descriptions of tensors consist of."""
-    own = {(module, name): getattr(import_module(module), name) for name, module in _CLASSES.items()}
+    own = {(module, name): getattr(import_module(module), name) for name, module in _ALLOWED_CLASSES.items()}
     dtypes = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     # The second is that of Python 3.13.
     paths = {(module, "PosixPath"): PurePosixPath for module in ("pathlib", "pathlib._local")}
     windows = {(module, "WindowsPath"): PurePosixPath for module in ("pathlib", "pathlib._local")}
     plain = {("collections", "OrderedDict"): OrderedDict, ("torch", "Size"): torch.Size, ("builtins", "set"): set}
-    own[_METADATA, "TensorProperties"] = _Properties
+    own[_METADATA_MODULE, "TensorProperties"] = _Properties
     return {**own, **dtypes, **paths, **windows, **plain, ("torch.serialization", "_get_layout"): _layout}
 
 
 def _layout(name: str) -> torch.layout:
-    found = getattr(torch, name.removeprefix("torch."))
-    if not isinstance(found, torch.layout):
+    layout = getattr(torch, name.removeprefix("torch."))
+    if not isinstance(layout, torch.layout):
         raise ValueError(f"{name} is not a layout")
-    return found
+    return layout
 
 
 def _demand_description(described: Any) -> None:

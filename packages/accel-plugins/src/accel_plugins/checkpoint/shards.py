@@ -53,7 +53,7 @@ __all__ = (
     "write_shards",
 )
 
-_BUFFER: Final = 1 << 18
+_BUFFER_BYTES: Final = 1 << 18
 
 # ---------------------------------------------------------------------- writing
 
@@ -85,7 +85,7 @@ class _EarlyFlush(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         """An open file."""
-        with FlushedWhileWritten(path, mode) as raw, io.BufferedWriter(raw, _BUFFER) as stream:
+        with FlushedWhileWritten(path, mode) as raw, io.BufferedWriter(raw, _BUFFER_BYTES) as stream:
             yield stream
 
 
@@ -218,11 +218,11 @@ class _Record(io.RawIOBase):
         self._file, self._begin, self._length, self._at = file, begin, length, 0
 
     def readable(self) -> bool:
-        """It is."""
+        """True; torch reads through this file."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """True; torch seeks to the parts of a record."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -256,11 +256,11 @@ class _PlainReader(FileSystemReader):
         self._source = source
         self._guard = guard or LoadGuard()
         self._pages: dict[str, mmap.mmap] = {}
-        self._found: dict[tuple[str, int], TensorRecord | None] = {}
+        self._records: dict[tuple[str, int], TensorRecord | None] = {}
 
     # Ignoring torch's argument `rank` prevents the use of metadata files of single ranks.
     def read_metadata(self) -> Metadata:
-        """The metadata of the folder."""
+        """The metadata that was checked when the reader was created, with the storage entry that torch fills in."""
         self._described.storage_meta = self._described.storage_meta or StorageMeta()
         self._described.storage_meta.load_id = self.load_id
         return self._described
@@ -271,18 +271,18 @@ class _PlainReader(FileSystemReader):
         filled: dict[tuple[Any, ...], tuple[ReadItem, Tensor, Tensor]] = {}
         for item in plan.items:
             target = planner.resolve_tensor(item).detach() if item.type is LoadItemType.TENSOR else None
-            found = self._record_of(item)
-            if target is None or found is None or target.layout != torch.strided or type(target) is not Tensor:
+            record = self._record_of(item)
+            if target is None or record is None or target.layout != torch.strided or type(target) is not Tensor:
                 others.append(item)
                 continue
             ends = [start + size for start, size in zip(item.storage_offsets, item.lengths, strict=True)]
-            inside = len(ends) == len(found.shape) and all(map(int.__le__, ends, found.shape))
+            inside = len(ends) == len(record.shape) and all(map(int.__le__, ends, record.shape))
             if not inside or target.shape != item.lengths:
                 raise ValueError(f"{item.storage_index.fqn!r} has another shape")
             memory = (*memory_of(target), item.dest_offsets)
             # Tied weights have several names and the same memory.
             if memory not in filled:
-                filled[memory] = item, target, self._mapped(item, found)
+                filled[memory] = item, target, self._mapped(item, record)
         self._guard.writes = True
         for item, target, part in filled.values():
             target.copy_(part)
@@ -313,10 +313,10 @@ class _PlainReader(FileSystemReader):
         """The place of the tensor in the record of an item."""
         place = self.storage_data[item.storage_index]
         key = place.relative_path, place.offset
-        if key not in self._found:
+        if key not in self._records:
             with open_regular(self._source / place.relative_path) as file:
-                self._found[key] = record_of_tensor(_record(file, place), place.length)
-        return self._found[key]
+                self._records[key] = record_of_tensor(_record(file, place), place.length)
+        return self._records[key]
 
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
         return _record(file, sinfo)
@@ -369,12 +369,12 @@ def read_into(state: dict[str, Any], source: Path, *, alone: bool = False, guard
     except AccelError:
         raise
     except (Exception, CheckpointException) as error:  # a damaged file can make its reader raise any error
-        failed = f"Cannot load {source.name} of {source.parent}."
+        failure = f"Cannot load {source.name} of {source.parent}."
         for met, _ in getattr(error, "failures", {}).values():
             if isinstance(met, AccelError):
-                raise CheckpointError(failed, f"{met.failure} {met.obstacle}", met.remedy) from error
+                raise CheckpointError(failure, f"{met.failure} {met.obstacle}", met.remedy) from error
         raise CheckpointError(
-            failed,
+            failure,
             f"The folder is damaged or belongs to other objects: {(str(error).strip().splitlines() or [''])[-1]}",
             "Load an older checkpoint, or create the same objects as when it was saved.",
         ) from error
@@ -399,7 +399,7 @@ def check_objects(source: Path) -> None:
 
 def _value(source: Path, name: str, place: Any) -> io.BytesIO:
     """The bytes of one value in its file."""
-    asked = f"Cannot read {name!r} from {place.relative_path} of {source}."
+    failure = f"Cannot read {name!r} from {place.relative_path} of {source}."
     try:
         with open(source / place.relative_path, "rb") as shard:
             if place.offset + place.length > os.fstat(shard.fileno()).st_size:
@@ -408,7 +408,7 @@ def _value(source: Path, name: str, place: Any) -> io.BytesIO:
             return io.BytesIO(shard.read(place.length))
     except (OSError, EOFError) as error:
         remedy = "The folder is incomplete: load an older checkpoint."
-        raise CheckpointError(asked, f"The file cannot be read: {error}", remedy) from error
+        raise CheckpointError(failure, f"The file cannot be read: {error}", remedy) from error
 
 
 def names_in(source: Path) -> list[str]:
@@ -435,8 +435,8 @@ def read_whole(source: Path) -> dict[str, Any]:
     whole: dict[Any, Any] = {}
     for name, value in flat.items():
         _put(whole, paths.get(name, (name,)), value)
-    found: dict[str, Any] = _with_lists(whole)
-    return found
+    nested: dict[str, Any] = _with_lists(whole)
+    return nested
 
 
 def _place_for(described: Any) -> Tensor | None:

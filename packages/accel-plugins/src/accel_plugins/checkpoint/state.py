@@ -97,7 +97,7 @@ class Saver(Protocol):
         """Whether it overrides a method; without an extra state, the processes need not agree."""
 
     def load_weights(self, model: Module, weights: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Load full weights."""
+        """Load full weights, by their names in the user's model."""
 
     def extra_state(self, models: Sequence[Module], optimizers: Sequence[Any]) -> Mapping[str, Any]:
         """The strategy's extra state on this process."""
@@ -291,8 +291,8 @@ def _extra(contents: PreparedObjects, strategy: Saver, process: Process) -> dict
     if not strategy.overrides("extra_state"):
         return {}
     state = dict(strategy.extra_state(*_trained(contents)))
-    asked = f"Cannot save the extra state of {type(strategy).__name__}."
-    all_agree(process, "extra-state", ", ".join(sorted(state)), asked, error=CheckpointError)
+    failure = f"Cannot save the extra state of {type(strategy).__name__}."
+    all_agree(process, "extra-state", ", ".join(sorted(state)), failure, error=CheckpointError)
     return {extra_state_name(process.rank): state} if state else {}
 
 
@@ -449,12 +449,12 @@ def _load_evaluated(
 def _warn_of_unread(folder: Path, contents: PreparedObjects, shown: Path) -> None:
     """Warn about states without a prepared object: the script may have forgotten its scheduler."""
     unread = []
-    for name_of, known in (
+    for name_of, objects in (
         (optimizer_name, contents.optimizers),
         (scheduler_name, contents.schedulers),
         (loader_name, contents.loaders),
     ):
-        index = len(known)
+        index = len(objects)
         while (folder / name_of(index)).is_file():
             unread.append(name_of(index))
             index += 1
@@ -555,7 +555,7 @@ def _read_extra_state(
 def _random_states(folder: Path, process: Process, allow_missing: bool) -> tuple[int, dict[str, Any]]:
     """The step of the checkpoint, and the states of this process's generators."""
     path = folder / random_states_name(process.rank)
-    ranks = sorted(int(found[1]) for file in folder.iterdir() if (found := _RANDOM_STATES.fullmatch(file.name)))
+    ranks = sorted(int(match[1]) for file in folder.iterdir() if (match := _RANDOM_STATES.fullmatch(file.name)))
     if not allow_missing and (process.rank not in ranks or ranks[-1] >= process.world_size):
         raise CheckpointError(
             f"Cannot restore the random-number generators of process {process.rank} of {process.world_size} from "

@@ -194,23 +194,23 @@ def open_store(url: str, deadline: float = 600.0) -> CheckpointStore:
         >>> sorted(file.name for file in store.files())
         []
     """
-    failed = f"Cannot open the store {url!r} for checkpoints."
+    failure = f"Cannot open the store {url!r} for checkpoints."
     if not is_url(url):
         schemes = ", ".join(f"{name}://" for name in STORES.names())
-        raise SettingError(failed, "The value is not a URL.", f"Use a URL that begins with {schemes}.")
-    make = STORES.find(url.partition("://")[0], failed).get(failed)
-    with store_errors(failed):
+        raise SettingError(failure, "The value is not a URL.", f"Use a URL that begins with {schemes}.")
+    make = STORES.find(url.partition("://")[0], failure).get(failure)
+    with store_errors(failure):
         return make(url, deadline)
 
 
 @contextmanager
 def store_errors(
-    failed: str, remedy: str = "Local checkpoints are unchanged. Check the store, and try again."
+    failure: str, remedy: str = "Local checkpoints are unchanged. Check the store, and try again."
 ) -> Iterator[None]:
     """A context that converts errors of a store to a `CheckpointError` with the failed operation.
 
     Args:
-        failed: first sentence of the error.
+        failure: first sentence of the error.
         remedy: last sentence of the error, unless the kind of error has a better one.
     """
     try:
@@ -219,6 +219,6 @@ def store_errors(
         raise
     except PermissionError as error:
         better = "Use valid credentials with permission to list, read and write there."
-        raise CheckpointError(failed, f"The store denied access: {error}", better) from error
+        raise CheckpointError(failure, f"The store denied access: {error}", better) from error
     except OSError as error:
-        raise CheckpointError(failed, f"{type(error).__name__}: {error}", remedy) from error
+        raise CheckpointError(failure, f"{type(error).__name__}: {error}", remedy) from error

@@ -19,7 +19,7 @@ from accel_state.plugins import plugins_of
 
 __all__ = ("COMMAND", "NewBackend")
 
-_NAME: Final = re.compile(r"[a-z][a-z0-9]*(?:[_-][a-z0-9]+)*")
+_BACKEND_NAME: Final = re.compile(r"[a-z][a-z0-9]*(?:[_-][a-z0-9]+)*")
 _MAX_NAME_LENGTH: Final = 48
 
 _PYPROJECT: Final = """\
@@ -268,7 +268,7 @@ COMMAND: Final = NewBackend()
 
 def _check(name: str, folder: Path) -> None:
     taken = {backend.name: backend.origin for backend in plugins_of("accel.backends")}
-    if not _NAME.fullmatch(name) or len(name) > _MAX_NAME_LENGTH:
+    if not _BACKEND_NAME.fullmatch(name) or len(name) > _MAX_NAME_LENGTH:
         raise SettingError(
             f"Cannot name a backend {name!r}.",
             f"A name consists of lower-case letters and digits, in parts joined by - or _, at most {_MAX_NAME_LENGTH} "

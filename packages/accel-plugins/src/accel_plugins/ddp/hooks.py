@@ -94,7 +94,7 @@ def _wrapped_in_bf16(hook: Hook) -> Hook:
     return _under_another_name(default_hooks.bf16_compress_wrapper(hook))
 
 
-_HOOKS: Final[dict[str, Hook]] = {
+_HOOKS_BY_NAME: Final[dict[str, Hook]] = {
     "fp16": default_hooks.fp16_compress_hook,
     "bf16": _under_another_name(default_hooks.bf16_compress_hook),
     "power_sgd": powerSGD_hook.powerSGD_hook,
@@ -125,7 +125,7 @@ def register(
     Raises:
         SettingError: the options are not arguments of `PowerSGDState`.
     """
-    hook = _HOOKS.get(hook_type)
+    hook = _HOOKS_BY_NAME.get(hook_type)
     if hook is None:
         return
     wrap = _HOOK_WRAPPERS.get(wrapper_type)

@@ -27,7 +27,7 @@ __all__ = ("Closure", "Precision")
 
 Closure = Callable[[], Any]
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
+_NULL_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
 class Precision:
@@ -113,7 +113,7 @@ class Precision:
 
     def autocast(self, options: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         """A context in which operations compute in this precision. It may be entered repeatedly and nested."""
-        return _NOTHING
+        return _NULL_CONTEXT
 
     def backward_scale(self, loss: Tensor) -> Tensor:
         """The loss, multiplied by the loss scale. Called by the strategy before every backward."""

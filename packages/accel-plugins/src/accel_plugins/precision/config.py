@@ -117,7 +117,7 @@ class FP8BackendType(str, Enum, metaclass=EnumWithContains):
         return self.value
 
 
-_GROUP: Final = "FP8"
+_FLAG_GROUP: Final = "FP8"
 _OVERRIDE_VARIABLES: Final = (
     "ACCELERATE_FP8_OVERRIDE_FPROP",
     "ACCELERATE_FP8_OVERRIDE_DGRAD",
@@ -138,7 +138,7 @@ _THREE_BOOLS: Final = ValueType("three bools, such as true,false,false", _parse_
 
 
 _fp8: Final = partial(
-    setting, variable="ACCELERATE_FP8_{NAME}", flag="--fp8_{name}", key="fp8_config.fp8_{name}", group=_GROUP
+    setting, variable="ACCELERATE_FP8_{NAME}", flag="--fp8_{name}", key="fp8_config.fp8_{name}", group=_FLAG_GROUP
 )
 """A setting; its variable, flag and key are derived from the field name."""
 
@@ -210,12 +210,12 @@ OptLevel = Literal["O1", "O2"]
 """Levels of MS-AMP."""
 
 
-_SETTINGS: Final = settings_of(FP8Settings)
+_FP8_SETTINGS: Final = settings_of(FP8Settings)
 
 
 def backend_of_environment() -> FP8BackendType | None:
     """The library that `ACCELERATE_FP8_BACKEND` names, or None."""
-    backend = read_setting(_SETTINGS["backend"])
+    backend = read_setting(_FP8_SETTINGS["backend"])
     return None if backend is None else FP8BackendType(backend.value.upper())
 
 
@@ -256,8 +256,8 @@ class AORecipeKwargs(_Filled):
 
     config: Any = None
     module_filter_func: Callable[..., bool] | None = None
-    pad_inner_dim: bool | None = field_of(_SETTINGS["pad_inner_dim"])
-    enable_fsdp_float8_all_gather: bool | None = field_of(_SETTINGS["enable_fsdp_float8_all_gather"])
+    pad_inner_dim: bool | None = field_of(_FP8_SETTINGS["pad_inner_dim"])
+    enable_fsdp_float8_all_gather: bool | None = field_of(_FP8_SETTINGS["enable_fsdp_float8_all_gather"])
 
     def __post_init__(self) -> None:
         self._fill()
@@ -282,14 +282,14 @@ class TERecipeKwargs(_Filled):
         SettingError: a value is invalid.
     """
 
-    use_autocast_during_eval: bool | None = field_of(_SETTINGS["use_autocast_during_eval"])
-    margin: int | None = field_of(_SETTINGS["margin"])
-    interval: int | None = field_of(_SETTINGS["interval"])
-    fp8_format: FP8Format | None = field_of(_SETTINGS["format"])
-    amax_history_len: int | None = field_of(_SETTINGS["amax_history_len"])
-    amax_compute_algo: AmaxComputeAlgorithm | None = field_of(_SETTINGS["amax_compute_algo"])
+    use_autocast_during_eval: bool | None = field_of(_FP8_SETTINGS["use_autocast_during_eval"])
+    margin: int | None = field_of(_FP8_SETTINGS["margin"])
+    interval: int | None = field_of(_FP8_SETTINGS["interval"])
+    fp8_format: FP8Format | None = field_of(_FP8_SETTINGS["format"])
+    amax_history_len: int | None = field_of(_FP8_SETTINGS["amax_history_len"])
+    amax_compute_algo: AmaxComputeAlgorithm | None = field_of(_FP8_SETTINGS["amax_compute_algo"])
     override_linear_precision: tuple[bool, bool, bool] | None = None
-    use_mxfp8_block_scaling: bool | None = field_of(_SETTINGS["use_mxfp8_block_scaling"])
+    use_mxfp8_block_scaling: bool | None = field_of(_FP8_SETTINGS["use_mxfp8_block_scaling"])
 
     def __post_init__(self) -> None:
         self._fill()
@@ -304,14 +304,14 @@ class TERecipeKwargs(_Filled):
             )
 
 
-def no_msamp(failed: str) -> NotOffered:
+def no_msamp(failure: str) -> NotOffered:
     """The error for a run with MS-AMP.
 
     Args:
-        failed: the first sentence of the message: what cannot be done.
+        failure: the first sentence of the message: what cannot be done.
     """
     return NotOffered(
-        failed,
+        failure,
         "MS-AMP is not on any package index, and no backend of this package supports it.",
         "Use AORecipeKwargs (torchao) or TERecipeKwargs (Transformer Engine).",
     )
@@ -328,7 +328,7 @@ class MSAMPRecipeKwargs(_Filled):
         SettingError: no such level exists.
     """
 
-    opt_level: OptLevel | None = field_of(_SETTINGS["opt_level"])
+    opt_level: OptLevel | None = field_of(_FP8_SETTINGS["opt_level"])
 
     def __post_init__(self) -> None:
         self._fill()

@@ -27,13 +27,13 @@ def choose(name: str, family: DeviceFamily, handlers: Iterable[object] = ()) -> 
         Missing: no library for this precision is installed.
     """
     listed = tuple(handlers)
-    if name not in _MAKERS:
+    if name not in _MAKERS_BY_NAME:
         raise NotOffered(
             f"Cannot use mixed_precision={name!r}.",
-            f"The precisions are {', '.join(_MAKERS)}.",
+            f"The precisions are {', '.join(_MAKERS_BY_NAME)}.",
             "Use mixed_precision='bf16'.",
         )
-    precision = _MAKERS[name](family, listed)
+    precision = _MAKERS_BY_NAME[name](family, listed)
     if precision.dtype is not None and not family.supports(precision.dtype):
         raise NotOffered(
             f"Cannot use mixed_precision={name!r}.",
@@ -79,7 +79,7 @@ def _float8(family: DeviceFamily, handlers: tuple[object, ...]) -> Precision:
     return choose_float8(family, handlers)
 
 
-_MAKERS: Final[dict[str, Callable[[DeviceFamily, tuple[object, ...]], Precision]]] = {
+_MAKERS_BY_NAME: Final[dict[str, Callable[[DeviceFamily, tuple[object, ...]], Precision]]] = {
     "no": _full,
     "bf16": _bfloat16,
     "fp16": _float16,

@@ -35,7 +35,7 @@ __all__ = (
     "has_compiled_regions",
 )
 
-_FORWARDS: Final = ("forward", ORIGINAL_FORWARD, OLD_FORWARD)
+_FORWARD_ATTRIBUTES: Final = ("forward", ORIGINAL_FORWARD, OLD_FORWARD)
 """Attributes of a module whose forward was replaced by the script, by autocast or by a hook."""
 
 
@@ -171,7 +171,7 @@ def compile_regions(module: Module, **compile_kwargs: Any) -> Module:
         return _compiled(module, compile_kwargs)
     shell = type(module).__new__(type(module))
     attributes = {name: _bound_to(shell, module, value) for name, value in vars(module).items()}
-    if any(callable(attributes.get(name)) and attributes[name] is vars(module)[name] for name in _FORWARDS):
+    if any(callable(attributes.get(name)) and attributes[name] is vars(module)[name] for name in _FORWARD_ATTRIBUTES):
         return _compiled(module, compile_kwargs)
     vars(shell).update(attributes)
     # The function of `module.compile()` calls that module.
@@ -224,8 +224,8 @@ def _compiled(module: Module, arguments: dict[str, Any]) -> Module:
     if is_compiled_module(module):
         return module
     compiled: Any = torch.compile(module, **arguments)
-    made: Module = compiled
-    return made
+    result: Module = compiled
+    return result
 
 
 def _compiled_by_prepare(module: Module) -> bool:

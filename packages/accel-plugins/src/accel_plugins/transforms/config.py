@@ -22,9 +22,9 @@ __all__ = (
     "TorchTensorParallelPlugin",
 )
 
-_MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_COMPILE_MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _MODES_WITH_CUDA_GRAPHS: Final = ("reduce-overhead", "max-autotune")
-_DEFAULTS: Final = {
+_DEFAULT_SETTINGS: Final = {
     "backend": "NO",
     "mode": "default",
     "fullgraph": False,
@@ -72,7 +72,7 @@ class TorchDynamoPlugin(KwargsHandler):
         help="Compile models with this torch.compile backend.",
     )
     mode: str = _dynamo(
-        type=choice(*_MODES),
+        type=choice(*_COMPILE_MODES),
         question="Which mode of torch.compile would you like to use?",
         help="Mode of torch.compile.",
     )
@@ -102,7 +102,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         settings = settings_of(type(self))
-        for name, default in {**_DEFAULTS, "use_regional_compilation": None}.items():
+        for name, default in {**_DEFAULT_SETTINGS, "use_regional_compilation": None}.items():
             value = given_value(self, name)
             if value is None:
                 variable = read_setting(settings[name])
@@ -132,7 +132,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def to_kwargs(self) -> dict[str, Any]:
         """The arguments of `torch.compile` that differ from its defaults."""
-        own = {**_DEFAULTS, "backend": "no", "options": None, "disable": False}
+        own = {**_DEFAULT_SETTINGS, "backend": "no", "options": None, "disable": False}
         arguments = self.to_dict()
         del arguments["use_regional_compilation"]
         return {name: value for name, value in arguments.items() if value != own[name]}

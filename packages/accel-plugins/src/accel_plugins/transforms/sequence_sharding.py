@@ -242,7 +242,7 @@ def shard_sequences(
     axis, neighbours = submesh
     if axis is Axis.CONTEXT and context.process.family.spec.ring_attention:
         return by_torch(neighbours, sharded, list(dims or ()), kept, exchange)
-    attention = _ATTENTIONS[axis](neighbours, exchange)
+    attention = _ATTENTIONS_BY_AXIS[axis](neighbours, exchange)
     return ShardedSequences(attention, neighbours, sharded, list(dims or ()), kept)
 
 
@@ -261,7 +261,7 @@ def _check(buffers: list[Tensor], dims: list[int], kept: list[Tensor]) -> None:
         )
 
 
-_ATTENTIONS: Final[dict[Axis, Callable[[DeviceMesh, str], Callable[[Attention], Attention]]]] = {
+_ATTENTIONS_BY_AXIS: Final[dict[Axis, Callable[[DeviceMesh, str], Callable[[Attention], Attention]]]] = {
     Axis.CONTEXT: gathering,
     Axis.SEQUENCE: over_heads,
 }

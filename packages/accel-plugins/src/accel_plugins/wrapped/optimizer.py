@@ -43,7 +43,7 @@ class _Steps(Protocol):
         """Whether a method does anything else than in one process."""
 
     def finalize_gradients(self, optimizer: Optimizer) -> None:
-        """Complete the gradients."""
+        """Finish the reduction of the gradients before they are clipped or used."""
 
     def step(self, optimizer: Optimizer, closure: Closure | None = None) -> bool:
         """Step; return False when the step was skipped."""
@@ -61,7 +61,7 @@ class _Outcome(NamedTuple):
     skipped: bool
 
 
-_STEPPED: Final = _Outcome(skipped=False)
+_STEPPED_OUTCOME: Final = _Outcome(skipped=False)
 
 
 class _LeftOut(Exception):
@@ -71,7 +71,7 @@ class _LeftOut(Exception):
 def _outcome_of(stepped: object) -> _Outcome | SteppedOnDevice:
     """The outcome of a step, from what a strategy or a precision returned."""
     if stepped is True:
-        return _STEPPED
+        return _STEPPED_OUTCOME
     from accel_plugins.precision.scaling import SteppedOnDevice
 
     return stepped if isinstance(stepped, SteppedOnDevice) else _Outcome(not stepped)
@@ -124,7 +124,7 @@ class AcceleratedOptimizer(Optimizer):
         self._after_step = _overridden(strategy, "after_step")
         self._leave_out: Callable[[Optimizer], None] = Optimizer.zero_grad if strategy is None else strategy.leave_out
         self._model: weakref.ref[Module] | None = None
-        self._outcome: _Outcome | SteppedOnDevice = _STEPPED
+        self._outcome: _Outcome | SteppedOnDevice = _STEPPED_OUTCOME
         self._steps = 0
 
     @property
@@ -141,7 +141,7 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """The state of each parameter."""
+        """The inner optimizer's state of each parameter, such as its moments."""
         return self.optimizer.state
 
     @state.setter
@@ -206,7 +206,7 @@ class AcceleratedOptimizer(Optimizer):
             stepped = self._leave_step_out()
         else:
             stepped = own["_step"](own["optimizer"], None)
-        own["_outcome"] = _STEPPED if stepped is True else _outcome_of(stepped)
+        own["_outcome"] = _STEPPED_OUTCOME if stepped is True else _outcome_of(stepped)
         # The code of `_count_step`, without the cost of a call.
         own["_steps"] = steps = own["_steps"] + 1
         STATUS_RECORD.stepped = True
@@ -294,7 +294,7 @@ class AcceleratedOptimizer(Optimizer):
             self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters."""
+        """Add a group of parameters to the inner optimizer."""
         self.optimizer.add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -333,7 +333,7 @@ class AcceleratedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # The copy does not include the run: after unpickling, the optimizer steps without a strategy.
-        state = {name: value for name, value in self.__dict__.items() if name not in _OF_THE_RUN}
+        state = {name: value for name, value in self.__dict__.items() if name not in _UNPICKLED_ATTRIBUTES}
         return {**state, "_outcome": _Outcome(self.step_was_skipped)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -388,7 +388,7 @@ def inner_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-_OF_THE_RUN: Final = ("_step", "_finalize_gradients", "_leave_out", "_after_step", "_model", "step_hooks")
+_UNPICKLED_ATTRIBUTES: Final = ("_step", "_finalize_gradients", "_leave_out", "_after_step", "_model", "step_hooks")
 """Attributes that a pickled optimizer does not contain."""
 
 

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = ("MANIFEST", "present")
 
-_FAMILY: Final = "xla"
+_DEVICE_FAMILY: Final = "xla"
 
 
 def present(process: Process) -> bool:
     """Whether this process uses a device of torch_xla."""
-    return process.family.name == _FAMILY
+    return process.family.name == _DEVICE_FAMILY
 
 
 MANIFEST: Final = Manifest(
@@ -29,7 +29,7 @@ MANIFEST: Final = Manifest(
     label=DistributedType.XLA,
     present="accel_plugins.xla.manifest:present",
     requires=(Requirement("torch_xla", "torch-xla"),),
-    families=frozenset({_FAMILY}),
+    families=frozenset({_DEVICE_FAMILY}),
     switch=Setting("tpu", BOOLEAN, False, flag="--tpu", help="Train on TPUs."),
     capabilities=Capabilities(join=False, unused_parameters=False, fp16=False, local_passes=False),
     priority=40,

@@ -82,13 +82,13 @@ def family_of(device: torch.device | str) -> DeviceFamily:
     loaded, broken = _load()
     if name in loaded:
         return loaded[name]
-    failed = f"Cannot use the device {device}."
+    failure = f"Cannot use the device {device}."
     for family in broken:
         if family.name == name:
-            return family.get(failed)
+            return family.get(failure)
     if name == _registered():
         return unlisted_family(name)
-    raise FAMILIES.unknown(name, failed, loaded)
+    raise FAMILIES.unknown(name, failure, loaded)
 
 
 def best_family() -> DeviceFamily:

@@ -16,7 +16,7 @@ from accel_state.labels import DistributedType
 __all__ = ("SPECS", "DeviceSpec", "unlisted_spec")
 
 
-_NONE: Final[Mapping[str, str]] = MappingProxyType({})
+_NO_VARIABLES: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class DeviceSpec(NamedTuple):
@@ -57,15 +57,15 @@ class DeviceSpec(NamedTuple):
     timeout: timedelta = timedelta(minutes=30)
     pins_memory: bool = True
     ring_attention: bool = False
-    launching: Mapping[str, str] = _NONE
-    sharing: Mapping[str, str] = _NONE
-    probing: Mapping[str, str] = _NONE
+    launching: Mapping[str, str] = _NO_VARIABLES
+    sharing: Mapping[str, str] = _NO_VARIABLES
+    probing: Mapping[str, str] = _NO_VARIABLES
     exclusive_with: str = ""
     transport: str = "accel_state.transport.torch_dist:TorchDistTransport"
     starter: str = ""
 
 
-_ALL: Final = (
+_ALL_SPECS: Final = (
     DeviceSpec(
         "cpu",
         DistributedType.MULTI_CPU,
@@ -145,7 +145,7 @@ _ALL: Final = (
     ),
 )
 
-SPECS: Final[Mapping[str, DeviceSpec]] = {spec.name: spec for spec in _ALL}
+SPECS: Final[Mapping[str, DeviceSpec]] = {spec.name: spec for spec in _ALL_SPECS}
 """The specs by device type."""
 
 

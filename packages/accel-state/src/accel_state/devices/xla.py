@@ -23,8 +23,8 @@ from accel_state.topology import Topology
 
 __all__ = ("XLA",)
 
-_ENABLED: Final = settings_of(XLASettings)["enabled"]
-_RUNTIME: Final = Setting("pjrt_device", TEXT, None, variable="PJRT_DEVICE")
+_ENABLED_SETTING: Final = settings_of(XLASettings)["enabled"]
+_RUNTIME_SETTING: Final = Setting("pjrt_device", TEXT, None, variable="PJRT_DEVICE")
 _DEFAULT_STORE_PORT: Final = 12355
 """The port of the store when MASTER_PORT is not set; the default of torch_xla."""
 
@@ -39,7 +39,7 @@ class XLA(DeviceFamily):
 
         The CPU counts if PJRT_DEVICE selects it.
         """
-        enabled = read_setting(_ENABLED)
+        enabled = read_setting(_ENABLED_SETTING)
         if (enabled is not None and not enabled.value) or not importable("torch_xla"):
             return False
         return _runtime_device() is not None
@@ -167,7 +167,7 @@ class XLA(DeviceFamily):
 @functools.cache
 def _runtime_device() -> str | None:
     """The device type that the runtime finds, such as "TPU"; None for a CPU that PJRT_DEVICE does not select."""
-    selected = read_setting(_RUNTIME)
+    selected = read_setting(_RUNTIME_SETTING)
     if selected is not None:
         return str(selected.value)
     import torch_xla.runtime as runtime
@@ -176,7 +176,7 @@ def _runtime_device() -> str | None:
     if device_type not in (None, "CPU"):
         return device_type
     # torch_xla writes its choice into the environment, where child processes would mistake it for the user's.
-    publish({}, remove=_RUNTIME.variables)
+    publish({}, remove=_RUNTIME_SETTING.variables)
     return None
 
 

@@ -176,9 +176,9 @@ class HeaderCall(HeaderExchange):
         # From here on, an exception interrupts this call too.
         self._exchanges, self._moves = True, False
         turn = self._state.turn
-        failed = f"{interrupted.text} was interrupted by {interrupted.cause}."
+        failure = f"{interrupted.text} was interrupted by {interrupted.cause}."
         reason = (
-            failed,
+            failure,
             "Its result is missing here, so that later calls could get results of others.",
             _END_THE_RUN_REMEDY,
         )
@@ -199,7 +199,7 @@ class HeaderCall(HeaderExchange):
             turn.interrupted = interrupted._replace(exchange=None)
             raise CollectiveError(
                 f"Cannot run {self._text()}: this process has closed its connections.",
-                f"{failed} The other processes waited for its data.",
+                f"{failure} The other processes waited for its data.",
                 "Restart the run.",
             )
         # Descriptions follow where headers differ, instead of the rest of the call.

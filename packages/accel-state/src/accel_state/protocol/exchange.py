@@ -210,8 +210,8 @@ class HeaderExchange:
     def _wait_in_slices(self, work: Work) -> None:
         log, deadline = self._state.log, time.monotonic() + self._transport.timeout.total_seconds() + _EXTRA_TIMEOUT_S
         log.exchanges += 1
-        for listener in self._state.listeners:
-            listener(log.exchanges)
+        for hook in self._state.exchange_hooks:
+            hook(log.exchanges)
         completed = False
         while True:
             try:

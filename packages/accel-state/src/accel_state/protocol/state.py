@@ -46,16 +46,16 @@ class ProtocolState:
         plans: cache of upper layers for calls with the same structure.
         pending: the calls that were started and are not complete, in order.
         spare_headers: headers of pending calls that have ended, for reuse.
-        listeners: called with `log.exchanges` whenever this process begins to wait for headers.
+        exchange_hooks: called with `log.exchanges` whenever this process begins to wait for headers.
         world_size: number of processes of the run.
         turn: the call that is under way.
     """
 
     __slots__ = (
         "__weakref__",
+        "exchange_hooks",
         "header",
         "header_only",
-        "listeners",
         "log",
         "monitor",
         "pending",
@@ -70,7 +70,7 @@ class ProtocolState:
         self.plans: dict[Hashable, Any] = {}
         self.spare_headers: list[EagerHeader] = []
         self.header_only: dict[tuple[Any, ...], tuple[int, CallDescription]] = {}
-        self.listeners: list[Callable[[int], None]] = []
+        self.exchange_hooks: list[Callable[[int], None]] = []
         self.turn: Turn = Turn(world.turn.home, numbers=False) if world else Turn(threading.current_thread())
         self.log: CallLog
         self.monitor: HangMonitor

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ("InterruptedCall", "InterruptedExchange", "Turn", "is_raised_by_handler")
 
-_NUMBERED: Final = re.compile(r"^((?:Thread|ThreadPoolExecutor)-\d+)(?:_\d+$)?")
+_NUMBERED_THREAD: Final = re.compile(r"^((?:Thread|ThreadPoolExecutor)-\d+)(?:_\d+$)?")
 """Names with a number of Python, from threads and pools that the user did not name; first the part that is unique."""
 
 _WORKER_NUMBERS: Final = {
@@ -42,7 +42,7 @@ _WORKER_NUMBERS: Final = {
 }
 """What the names of workers of a pool differ in, by the module that runs them."""
 
-_NATIVE: Final = "Dummy-"
+_NATIVE_THREAD_PREFIX: Final = "Dummy-"
 """First part of the name that `threading` gives to a thread which it has not started."""
 
 
@@ -157,10 +157,10 @@ class Turn:
         Called at the beginning of its turn.
         """
         thread = threading.current_thread()
-        if thread is self.home or thread.name.startswith(_NATIVE):
+        if thread is self.home or thread.name.startswith(_NATIVE_THREAD_PREFIX):
             return ""
         name = _pool_of_worker(thread.name) or thread.name
-        if _NUMBERED.match(name):
+        if _NUMBERED_THREAD.match(name):
             name = self._number(name, thread) if self._numbers else _kind_of(name, thread)
         if self._waited:
             self.overlapping.add(name)
@@ -198,13 +198,13 @@ def _pool_of_worker(name: str) -> str:
 
 
 def _unique_part(name: str) -> str:
-    match = _NUMBERED.match(name)
+    match = _NUMBERED_THREAD.match(name)
     return match[1] if match else name
 
 
 def _kind_of(name: str, thread: threading.Thread) -> str:
     """The name without what Python numbers."""
-    kind = _NUMBERED.sub(lambda match: match[1].partition("-")[0], name)
+    kind = _NUMBERED_THREAD.sub(lambda match: match[1].partition("-")[0], name)
     return kind if type(thread) is threading.Thread else f"{type(thread).__qualname__} {kind}"
 
 

@@ -42,7 +42,7 @@ class Given(NamedTuple):
 
 DEFAULT: Final = "default"
 
-_PLAIN: Final = re.compile(r"[ -$&-+\--9;-~]*")
+_UNQUOTED_TEXT: Final = re.compile(r"[ -$&-+\--9;-~]*")
 """Texts that need no quoting in `ORIGINS`: without separators and non-ASCII characters."""
 
 ORIGINS: Final = "ACCEL_LAUNCH_ORIGINS"
@@ -89,7 +89,7 @@ def origins_text(origins: Mapping[tuple[str, str], str]) -> str:
 
 def _quoted(text: str) -> str:
     """A text without separators; few texts have any, so the slow import of `quote` is deferred."""
-    if _PLAIN.fullmatch(text):
+    if _UNQUOTED_TEXT.fullmatch(text):
         return text
     from urllib.parse import quote
 

@@ -14,7 +14,7 @@ __all__ = ("Requirement", "folder_names", "importable", "installed_version", "lo
 
 
 @cache
-def _found(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     import importlib.util
 
     try:
@@ -32,7 +32,7 @@ def importable(module: str) -> bool:
     """
     if module in sys.modules:
         return sys.modules[module] is not None
-    return _found(module)
+    return _is_installed(module)
 
 
 def folder_names(folder: str) -> frozenset[str]:
@@ -46,7 +46,7 @@ def folder_names(folder: str) -> frozenset[str]:
 def look_again() -> None:
     """Search again at the next call, because the running process has installed a package."""
     importlib.invalidate_caches()
-    _found.cache_clear()
+    _is_installed.cache_clear()
 
 
 @cache

@@ -60,11 +60,11 @@ __all__ = (
 
 T = TypeVar("T")
 
-_CACHED: Final = "_made_for_"
-_NOTHING: Final = object()
+_CACHE_PREFIX: Final = "_made_for_"
+_NOT_CACHED: Final = object()
 _METADATA_KEY: Final = "accel.setting"
-_TRUE: Final = frozenset({"1", "y", "yes", "t", "true", "on"})
-_FALSE: Final = frozenset({"0", "n", "no", "f", "false", "off"})
+_TRUE_TEXTS: Final = frozenset({"1", "y", "yes", "t", "true", "on"})
+_FALSE_TEXTS: Final = frozenset({"0", "n", "no", "f", "false", "off"})
 
 
 class ValueType(NamedTuple):
@@ -87,9 +87,9 @@ class ValueType(NamedTuple):
 
 def _parse_boolean(text: str) -> bool:
     lowered = text.strip().lower()
-    if lowered in _TRUE:
+    if lowered in _TRUE_TEXTS:
         return True
-    if lowered in _FALSE:
+    if lowered in _FALSE_TEXTS:
         return False
     raise ValueError(text)
 
@@ -315,8 +315,8 @@ class ObjectField:
         plain = self.plain(settings)
         if plain is None:
             return None
-        attributes, slot = vars(settings), _CACHED + self._name
-        cached, value = attributes.get(slot, (_NOTHING, None))
+        attributes, slot = vars(settings), _CACHE_PREFIX + self._name
+        cached, value = attributes.get(slot, (_NOT_CACHED, None))
         if cached is not plain and cached != plain:
             value = self._make(settings, plain)
             attributes[slot] = (plain, value)

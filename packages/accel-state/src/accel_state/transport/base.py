@@ -44,7 +44,7 @@ class Done:
         return True
 
     def is_completed(self) -> bool:
-        """Always."""
+        """True: the collective was complete when it was started."""
         return True
 
 

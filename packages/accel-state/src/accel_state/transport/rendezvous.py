@@ -373,11 +373,11 @@ def check_ranks(
         if topology.rank == 0:
             store.wait(["all came"], timeout)
             fault = _fault_of_others(store, signer, topology)
-            store.set(_CHECKED, signer.sign(_CHECKED, 0, fault.encode()))
+            store.set(_CHECKED_KEY, signer.sign(_CHECKED_KEY, 0, fault.encode()))
         else:
-            store.wait([_CHECKED], timeout)
-            said = _read_fault(store, signer, _CHECKED)
-            fault = f"{_UNSIGNED} 0" if said is None else said or fault
+            store.wait([_CHECKED_KEY], timeout)
+            said = _read_fault(store, signer, _CHECKED_KEY)
+            fault = f"{_UNSIGNED_FAULT} 0" if said is None else said or fault
     except RuntimeError as error:
         raise CollectiveError(
             _cannot_meet(topology, url),
@@ -389,13 +389,13 @@ def check_ranks(
         raise _error_of(fault, _cannot_meet(topology, url))
 
 
-_TWICE: Final = "twice"
-_UNSIGNED: Final = "unsigned"
+_TWICE_FAULT: Final = "twice"
+_UNSIGNED_FAULT: Final = "unsigned"
 """Faults, each followed by ranks; the first is also the key of a fault that another process than rank 0 has found."""
 
-_FAULT: Final = re.compile(rb"(?:twice|unsigned) \d{1,9}(?:, \d{1,9})*|")
+_FAULT_TEXT: Final = re.compile(rb"(?:twice|unsigned) \d{1,9}(?:, \d{1,9})*|")
 
-_CHECKED: Final = "checked"
+_CHECKED_KEY: Final = "checked"
 """Key of the fault that rank 0 has found, or of an empty text."""
 
 
@@ -409,8 +409,8 @@ def _come(store: Any, signer: Signer, topology: Topology, device: str) -> str:
             # A process without the secret of the run has written it.
             store.set(key, own)
         else:
-            fault = f"{_TWICE} {topology.rank}"
-            store.set(_TWICE, signer.sign(_TWICE, topology.rank, fault.encode()))
+            fault = f"{_TWICE_FAULT} {topology.rank}"
+            store.set(_TWICE_FAULT, signer.sign(_TWICE_FAULT, topology.rank, fault.encode()))
     if store.add("came", 1) == topology.world_size:
         store.set("all came", "")
     return fault
@@ -418,7 +418,7 @@ def _come(store: Any, signer: Signer, topology: Topology, device: str) -> str:
 
 def _fault_of_others(store: Any, signer: Signer, topology: Topology) -> str:
     """The first fault that rank 0 finds after all processes connected, as text; empty without one."""
-    twice = _read_fault(store, signer, _TWICE) if store.check([_TWICE]) else None
+    twice = _read_fault(store, signer, _TWICE_FAULT) if store.check([_TWICE_FAULT]) else None
     if twice:
         return twice
     keys = [f"came/{rank}" for rank in range(topology.world_size)]
@@ -426,7 +426,7 @@ def _fault_of_others(store: Any, signer: Signer, topology: Topology) -> str:
     payloads = [signer.read(key, bytes(text)) for key, text in zip(keys, messages, strict=True)]
     unsigned = [str(rank) for rank, message in enumerate(payloads) if message is None]
     if unsigned:
-        return f"{_UNSIGNED} {', '.join(unsigned[:_MAX_NAMED_RANKS])}"
+        return f"{_UNSIGNED_FAULT} {', '.join(unsigned[:_MAX_NAMED_RANKS])}"
     devices = [message.decode(errors="replace").partition(" ")[2] for message in payloads if message is not None]
     _warn_of_shared_devices([printable(device) for device in devices])
     return ""
@@ -438,7 +438,7 @@ def _read_fault(store: Any, signer: Signer, key: str) -> str | None:
     Without a secret any program may have written it. Errors quote it, so no text but that of a fault is accepted.
     """
     said = signer.read(key, bytes(store.get(key)))
-    return None if said is None or _FAULT.fullmatch(said) is None else said.decode()
+    return None if said is None or _FAULT_TEXT.fullmatch(said) is None else said.decode()
 
 
 def _warn_of_shared_devices(devices: Sequence[str]) -> None:
@@ -462,7 +462,7 @@ def _warn_of_shared_devices(devices: Sequence[str]) -> None:
 
 def _error_of(fault: str, cannot_meet: str) -> AccelError:
     kind, _, ranks = fault.partition(" ")
-    if kind == _TWICE:
+    if kind == _TWICE_FAULT:
         return SettingError(
             cannot_meet,
             f"Two processes were started as rank {ranks}.",

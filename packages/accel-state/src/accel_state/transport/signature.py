@@ -71,7 +71,7 @@ def _derived(secret: str) -> bytes:
     return hashlib.blake2b(secret.encode(), person=_PURPOSE).digest()
 
 
-_FORM: Final = b"accel1"
+_FORMAT_PREFIX: Final = b"accel1"
 """First part of a message in a store."""
 
 _MAC_DIGITS: Final = 32
@@ -106,7 +106,7 @@ class Signer:
     def sign(self, key: str, rank: int, payload: bytes) -> bytes:
         """The message of a rank under a key, signed."""
         sequence = _next_sequence()
-        return b"%s %s %d %d %s" % (_FORM, self._mac(key, rank, sequence, payload), rank, sequence, payload)
+        return b"%s %s %d %d %s" % (_FORMAT_PREFIX, self._mac(key, rank, sequence, payload), rank, sequence, payload)
 
     def read(self, key: str, text: bytes) -> bytes | None:
         """The message, or None if it is not authentic or older than the newest one."""
@@ -137,7 +137,7 @@ class Signer:
 
 def _parse(text: bytes) -> _Read | None:
     parts = text.split(b" ", 4)
-    if len(parts) != 5 or parts[0] != _FORM or not (parts[2].isdigit() and parts[3].isdigit()):
+    if len(parts) != 5 or parts[0] != _FORMAT_PREFIX or not (parts[2].isdigit() and parts[3].isdigit()):
         return None
     return _Read(parts[1], int(parts[2]), int(parts[3]), parts[4])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
@@ -16,10 +17,14 @@ import torch
 import torch.distributed as dist
 
 from accel_state.transport.base import DONE, ForkedTransport, Reduction, Transport, Work
-from accel_state.transport.gloo import broadcast_to_other, close_connections
 from accel_state.transport.shutdown import keep_garbage_at_forks, shutdown_at_exit
 
-__all__ = ("TorchDistTransport",)
+__all__ = (
+    "MessageWork",
+    "TorchDistTransport",
+    "broadcast_to_other",
+    "close_connections",
+)
 
 _REDUCTIONS: Final = {
     "sum": dist.ReduceOp.SUM,
@@ -28,7 +33,7 @@ _REDUCTIONS: Final = {
     "min": dist.ReduceOp.MIN,
 }
 
-_FEW: Final = 8
+_MAX_RANKS_FOR_DIRECT_HEADERS: Final = 8
 """In groups of so many processes over gloo, and more than two, each sends its header to every other one by itself."""
 
 _ADDRESS_BYTES: Final = 512
@@ -76,7 +81,7 @@ class TorchDistTransport(Transport):
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, header: bool = False) -> Work:
         group = self._header if header else self._data
-        if header and self._over_gloo and 2 < self.world_size <= _FEW:
+        if header and self._over_gloo and 2 < self.world_size <= _MAX_RANKS_FOR_DIRECT_HEADERS:
             # Gathering passes messages on around a ring, so that each process waits several times.
             to_each = tensor.view(-1).repeat(self.world_size)
             return _started(dist.all_to_all_single(output, to_each, group=group, async_op=True))
@@ -222,3 +227,67 @@ def _end_host_group(group: Any) -> None:
 def _started(work: Any) -> Work:
     started: Work = work
     return started
+
+
+# ---------------------------------------------------------------------- messages over gloo
+
+# gloo broadcasts a large tensor to one process in 1.2 times the time of a message, and with the header of a call it
+# would take longer than a broadcast without checks.
+
+_NEVER_SENT_TAG: Final = 1
+"""Tag of a message that no process sends; all others have the tag 0."""
+
+_IMMEDIATE_TIMEOUT: Final = timedelta(milliseconds=1)
+
+
+class MessageWork:
+    """A message that was started; `wait` also raises the error of the start.
+
+    Args:
+        operation: starts the message and returns its work: `send` or `recv` of a process group.
+        tensor: what it sends or receives.
+        other: rank of the other process.
+    """
+
+    __slots__ = ("_ended", "_error", "_work")
+
+    def __init__(self, operation: Any, tensor: torch.Tensor, other: int) -> None:
+        self._ended = False
+        self._error: RuntimeError | None = None
+        try:
+            self._work = operation([tensor], other, 0)
+        except RuntimeError as error:
+            self._error = error
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the message is complete.
+
+        Ignores a `timeout` shorter than the group's: gloo would close the connections after it.
+        """
+        if not self._ended:
+            self._ended = True
+            try:
+                if self._error is None:
+                    self._work.wait()
+            except RuntimeError as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` has completed it."""
+        return self._ended
+
+
+def broadcast_to_other(tensor: torch.Tensor, src: int, group: Any) -> MessageWork:
+    """Overwrite `tensor` with that of process `src`, between two processes."""
+    sends = group.rank() == src
+    return MessageWork(group.send if sends else group.recv, tensor, 1 - group.rank())
+
+
+def close_connections(group: Any) -> None:
+    """Close the connections of this process: gloo does so when a message does not arrive in time."""
+    other = (group.rank() + 1) % group.size()
+    with suppress(RuntimeError):
+        group.recv([torch.empty(1, dtype=torch.uint8)], other, _NEVER_SENT_TAG).wait(_IMMEDIATE_TIMEOUT)

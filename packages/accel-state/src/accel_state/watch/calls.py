@@ -172,20 +172,22 @@ def locate(path: str, line: int, folder: str | None = None) -> Location:
 IMPORT: Final = "import"
 """`UserFrame.inside` of a thread that imports a module."""
 
-_IMPORTING: Final = "<frozen importlib"
+_IMPORTLIB_PREFIX: Final = "<frozen importlib"
 
-_BETWEEN: Final = ("torch._ops", "torch.utils._contextlib", "torch._tensor")
+_PASSED_MODULES: Final = ("torch._ops", "torch.utils._contextlib", "torch._tensor")
 """Modules of torch through which calls of collectives and backward passes go."""
 
-_WAITING: Final = ("torch.distributed.", "torch.nn.parallel.distributed.")
+_COMMUNICATING_MODULES: Final = ("torch.distributed.", "torch.nn.parallel.distributed.")
 """Modules that exchange data with other processes, with a dot behind each name."""
 
-_AUTOGRAD: Final = "torch.autograd"
+_AUTOGRAD_MODULE: Final = "torch.autograd"
 
-_FILES: Final = "torch.distributed.checkpoint"
+_CHECKPOINT_MODULE: Final = "torch.distributed.checkpoint"
 """A part of torch.distributed that waits for files."""
 
-_DECORATORS: Final = frozenset({"_call_impl", "_wrapped_call_impl", "decorate_context", "inner", "wrapped", "wrapper"})
+_WRAPPER_NAMES: Final = frozenset(
+    {"_call_impl", "_wrapped_call_impl", "decorate_context", "inner", "wrapped", "wrapper"}
+)
 """Wrapper functions; reports name the function that they call instead."""
 
 
@@ -235,14 +237,14 @@ def _innermost(outwards: list[tuple[FrameType, int]]) -> UserFrame | None:
     for frame, line in outwards:
         module, code = frame.f_globals.get("__name__", ""), frame.f_code
         in_python = module.partition(".")[0] in sys.stdlib_module_names
-        if waits is None and not in_python and not module.startswith(_BETWEEN):
+        if waits is None and not in_python and not module.startswith(_PASSED_MODULES):
             # Only the innermost module counts: one that it calls waits for something else, such as a compiler.
-            waits, backward = _waits_for_others(module), module.startswith(_AUTOGRAD)
+            waits, backward = _waits_for_others(module), module.startswith(_AUTOGRAD_MODULE)
         if is_library(module):
-            inside = inside if code.co_name in _DECORATORS and inside else code.co_name
+            inside = inside if code.co_name in _WRAPPER_NAMES and inside else code.co_name
         elif not in_python:
             return UserFrame(locate(code.co_filename, line), inside, bool(waits), backward)
-        elif code.co_filename.startswith(_IMPORTING):
+        elif code.co_filename.startswith(_IMPORTLIB_PREFIX):
             inside = IMPORT
     return None
 
@@ -252,7 +254,7 @@ def _waits_for_others(module: str) -> bool:
 
     A backward pass does if there are other processes: it averages gradients in native code.
     """
-    if module.startswith(_AUTOGRAD):
+    if module.startswith(_AUTOGRAD_MODULE):
         distributed: Any = sys.modules.get("torch.distributed")
         return distributed is not None and distributed.is_available() and bool(distributed.is_initialized())
-    return f"{module}.".startswith(_WAITING) and not module.startswith(_FILES)
+    return f"{module}.".startswith(_COMMUNICATING_MODULES) and not module.startswith(_CHECKPOINT_MODULE)

@@ -69,11 +69,11 @@ GOODPUT_FOLDER: Final = "goodput"
 
 # ---------------------------------------------------------------------- writing lines
 
-_TAIL: Final = 64 * 1024
+_TAIL_BYTES: Final = 64 * 1024
 """Bytes at the end of a file in which its last lines are looked for."""
 
-_LEAST_OFTEN: Final = 60.0
-_PART: Final = 1 / 200
+_MAX_LINE_INTERVAL_S: Final = 60.0
+_LINE_INTERVAL_SHARE: Final = 1 / 200
 """Seconds between two lines: this fraction of the time so far, within the pause of the monitor and the limit above."""
 
 
@@ -145,15 +145,15 @@ def account_history(run: str | os.PathLike[str]) -> dict[int, list[dict[str, Any
     history: dict[int, list[dict[str, Any]]] = {}
     with contextlib.suppress(OSError):
         for path in sorted(folder.iterdir()):
-            if match := _FILE.fullmatch(path.name):
-                lines = _valid(read_limited(path, _MOST_BYTES).splitlines(), _OF_A_PROCESS)
+            if match := _ACCOUNT_FILE.fullmatch(path.name):
+                lines = _valid(read_limited(path, _MAX_ACCOUNT_BYTES).splitlines(), _PROCESS_LINE)
                 history[int(match[1])] = sorted(lines, key=_time)
     return history
 
 
 def pause_after(cells: Sequence[float], now: float) -> float:
     """Seconds from a line to the next one."""
-    return min((now - cells[BEGAN]) * _PART, _LEAST_OFTEN)
+    return min((now - cells[BEGAN]) * _LINE_INTERVAL_SHARE, _MAX_LINE_INTERVAL_S)
 
 
 def keep_account(path: str) -> None:
@@ -199,31 +199,31 @@ def _close(cells: Sequence[float], path: str, ended: float) -> None:
 def _last_lines(path: str) -> list[dict[str, Any]]:
     try:
         with open_regular(path) as file:
-            file.seek(max(file.seek(0, os.SEEK_END) - _TAIL, 0))
-            return list(_valid(file.read(_TAIL).splitlines(), _OF_A_PROCESS))
+            file.seek(max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
+            return list(_valid(file.read(_TAIL_BYTES).splitlines(), _PROCESS_LINE))
     except OSError:
         return []
 
 
 # ---------------------------------------------------------------------- reading them
 
-_FILE: Final = re.compile(r"rank_(\d{1,7})\.jsonl")
-_LAUNCHER: Final = re.compile(r"launcher_.*\.jsonl")
-_MOST_BYTES: Final = 256 * 2**20
-_LATEST: Final = 253402300799.0
-_MOMENT: Final = number(0, _LATEST)
-_OF_A_PROCESS: Final = record(
+_ACCOUNT_FILE: Final = re.compile(r"rank_(\d{1,7})\.jsonl")
+_LAUNCHER_FILE: Final = re.compile(r"launcher_.*\.jsonl")
+_MAX_ACCOUNT_BYTES: Final = 256 * 2**20
+_MAX_TIMESTAMP: Final = 253402300799.0
+_TIMESTAMP: Final = number(0, _MAX_TIMESTAMP)
+_PROCESS_LINE: Final = record(
     {
         "event": text("so far|end|left"),
-        "time": _MOMENT,
-        "began": _MOMENT,
+        "time": _TIMESTAMP,
+        "began": _TIMESTAMP,
         "doing": text(),
         "step": integer(),
         "begun": integer(),
-        "seconds": dict_of(_MOMENT),
+        "seconds": dict_of(_TIMESTAMP),
     }
 )
-_OF_A_LAUNCHER: Final = record({"event": text("launch|over"), "time": _MOMENT, "pid": integer()})
+_LAUNCHER_LINE: Final = record({"event": text("launch|over"), "time": _TIMESTAMP, "pid": integer()})
 
 
 @dataclass(frozen=True)
@@ -301,30 +301,30 @@ def read_goodput(run: str | os.PathLike[str]) -> GoodputSummary:
         NotFound: the folder does not exist, or has no accounts.
         SettingError: none of its lines can be read.
     """
-    asked = f"Cannot read the goodput of the run {str(run)!r}."
+    failure = f"Cannot read the goodput of the run {str(run)!r}."
     remedy = "Start the run with `accel launch --project_dir`, or with Accelerator(goodput=True)."
     if not Path(run).is_dir():
-        raise NotFound(asked, "There is no such folder.", "Name the run's project_dir.")
+        raise NotFound(failure, "There is no such folder.", "Name the run's project_dir.")
     folder = Path(run, GOODPUT_FOLDER) if Path(run, GOODPUT_FOLDER).is_dir() else Path(run)
-    accounts = {int(match[1]): path for path in folder.iterdir() if (match := _FILE.fullmatch(path.name))}
+    accounts = {int(match[1]): path for path in folder.iterdir() if (match := _ACCOUNT_FILE.fullmatch(path.name))}
     if not accounts:
-        raise NotFound(asked, f"There is no goodput account in {str(Path(run, GOODPUT_FOLDER))!r}.", remedy)
+        raise NotFound(failure, f"There is no goodput account in {str(Path(run, GOODPUT_FOLDER))!r}.", remedy)
     damaged = 0
 
     def lines_of(path: Path, shape: Any) -> list[dict[str, Any]]:
         nonlocal damaged
-        texts = read_limited(path, _MOST_BYTES).splitlines()
+        texts = read_limited(path, _MAX_ACCOUNT_BYTES).splitlines()
         lines = list(_valid(texts, shape))
         damaged += len(texts) - len(lines)
         return lines
 
-    launchers = [path for path in folder.iterdir() if _LAUNCHER.fullmatch(path.name)]
-    launcher = sorted((line for path in launchers for line in lines_of(path, _OF_A_LAUNCHER)), key=_time)
-    ranks = {rank: _last_of_starts(lines_of(path, _OF_A_PROCESS)) for rank, path in sorted(accounts.items())}
+    launchers = [path for path in folder.iterdir() if _LAUNCHER_FILE.fullmatch(path.name)]
+    launcher = sorted((line for path in launchers for line in lines_of(path, _LAUNCHER_LINE)), key=_time)
+    ranks = {rank: _last_of_starts(lines_of(path, _PROCESS_LINE)) for rank, path in sorted(accounts.items())}
     ranks = {rank: starts for rank, starts in ranks.items() if starts}
     if not ranks:
         why = f"{str(folder)!r} contains no valid line of a goodput account; {damaged} lines are damaged."
-        raise SettingError(asked, why, remedy)
+        raise SettingError(failure, why, remedy)
     running = bool(launcher) and launcher[-1]["event"] == "launch" and state_of(launcher[-1]["pid"]) == "alive"
     began = min([line["began"] for starts in ranks.values() for line in starts] + [_time(line) for line in launcher])
     moments = [_time(line) for starts in ranks.values() for line in starts] + [_time(line) for line in launcher]

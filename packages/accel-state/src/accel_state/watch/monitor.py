@@ -39,25 +39,25 @@ __all__ = ("ALWAYS_READ_UP_TO", "TICK", "HangMonitor")
 TICK: Final = 0.5
 """Seconds between two captures."""
 
-_PUBLISH_EVERY: Final = 1.0
+_PUBLISH_INTERVAL_S: Final = 1.0
 """Seconds between two writes to the store."""
 
 ALWAYS_READ_UP_TO: Final = 16
 """Largest world size at which each rank reads the statuses of the others all the time."""
 
-_REQUEST_TIMEOUT: Final = 2.0
+_REQUEST_TIMEOUT_S: Final = 2.0
 """Seconds that one request to the store may take."""
 
-_LONGEST_PAUSE: Final = 8.0
+_MAX_RETRY_PAUSE_S: Final = 8.0
 """Maximum seconds between two attempts if the store does not answer."""
 
-_STACKS_FOR: Final = 5.0
+_STACK_CAPTURE_S: Final = 5.0
 """Seconds for which a rank captures its stack after a request."""
 
-_JOIN_TIMEOUT: Final = 3.0
+_JOIN_TIMEOUT_S: Final = 3.0
 """Seconds that the thread may take to end."""
 
-_POLLS: Final = 5
+_POLLS_PER_TICK: Final = 5
 """How often per tick the thread checks whether this rank has requested stacks."""
 
 _REQUEST_KEY: Final = "hang_report/request"
@@ -120,7 +120,7 @@ class HangMonitor:
             return
         self._end.set()
         if self._thread is not threading.current_thread():
-            self._thread.join(timeout=_JOIN_TIMEOUT)
+            self._thread.join(timeout=_JOIN_TIMEOUT_S)
         error = exit_exception()
         last = capture_status(self._log, left=f"with {error}" if error else EXITED_NORMALLY)
         STATUS_RECORD.publish(last.to_json())
@@ -134,7 +134,7 @@ class HangMonitor:
         Does not wait and takes no lock, because signal handlers call this too.
         """
         now = time.monotonic()
-        self._stacks_until = self._reads_until = now + _STACKS_FOR
+        self._stacks_until = self._reads_until = now + _STACK_CAPTURE_S
         self._requests = True
         return now
 
@@ -153,22 +153,22 @@ class HangMonitor:
         while True:
             requests, self._requests = self._requests, False
             now, folder = time.monotonic(), STATUS_RECORD.status_folder
-            asked = bool(folder) and world_requested(folder, self._rank)
-            if asked:
-                self._reads_until = now + _STACKS_FOR
+            requested = bool(folder) and world_requested(folder, self._rank)
+            if requested:
+                self._reads_until = now + _STACK_CAPTURE_S
                 if now >= self._stacks_until:
-                    requests, self._stacks_until = True, now + _STACKS_FOR
+                    requests, self._stacks_until = True, now + _STACK_CAPTURE_S
             stack = now < self._stacks_until
             if folder:
                 STATUS_RECORD.publish(self._capture(stack or stack_requested(folder)).to_json())
             if self._control is not None and (requests or now >= self._try_again):
                 self._use_store(now, stack, requests)
-            if asked:
+            if requested:
                 write_world(folder, self.world())
             self._append_account(now)
             # `request_stacks` takes no lock, so nothing wakes this thread.
-            for _ in range(_POLLS):
-                if self._end.wait(TICK / _POLLS):
+            for _ in range(_POLLS_PER_TICK):
+                if self._end.wait(TICK / _POLLS_PER_TICK):
                     return
                 if self._requests:
                     break
@@ -189,9 +189,9 @@ class HangMonitor:
             self._failures, self._store_answers = 0, True
         except StoreUnreachable:
             self._failures, self._store_answers = self._failures + 1, False
-        pause = TICK if reads else _PUBLISH_EVERY
+        pause = TICK if reads else _PUBLISH_INTERVAL_S
         if self._failures:
-            pause = min(TICK * 2**self._failures, _LONGEST_PAUSE)
+            pause = min(TICK * 2**self._failures, _MAX_RETRY_PAUSE_S)
         # Slightly less, because the thread checks the time in ticks.
         self._try_again = now + pause - TICK / 2
 
@@ -200,25 +200,25 @@ class HangMonitor:
         control = self._control
         assert control is not None
         if requests:
-            control.set(_REQUEST_KEY, b"%d %d" % (self._rank, time.monotonic_ns()), _REQUEST_TIMEOUT)
-        request = control.get_many([_REQUEST_KEY], _REQUEST_TIMEOUT).get(_REQUEST_KEY, b"")
+            control.set(_REQUEST_KEY, b"%d %d" % (self._rank, time.monotonic_ns()), _REQUEST_TIMEOUT_S)
+        request = control.get_many([_REQUEST_KEY], _REQUEST_TIMEOUT_S).get(_REQUEST_KEY, b"")
         if request != self._last_request:
             self._last_request = request
-            self._stacks_until = time.monotonic() + _STACKS_FOR
+            self._stacks_until = time.monotonic() + _STACK_CAPTURE_S
             stack = True
         if now >= self._publish_at:
-            self._publish_at = now + _PUBLISH_EVERY
+            self._publish_at = now + _PUBLISH_INTERVAL_S
             self._publish(self._capture(stack))
 
     def _publish(self, status: RankStatus) -> None:
         assert self._control is not None
-        self._control.set(_key(self._rank), status.to_json().encode(), _REQUEST_TIMEOUT)
+        self._control.set(_key(self._rank), status.to_json().encode(), _REQUEST_TIMEOUT_S)
 
     def _read(self) -> None:
         assert self._control is not None
         # Created here, because a rank of a large world reads nothing until a collective hangs.
         keys = [_key(rank) for rank in range(self._world_size)]
-        texts = self._control.get_many(keys, _REQUEST_TIMEOUT)
+        texts = self._control.get_many(keys, _REQUEST_TIMEOUT_S)
         now = time.monotonic()
         statuses, arrived = dict(self._statuses), dict(self._arrived)
         for rank, key in enumerate(keys):

@@ -36,17 +36,17 @@ from accel_state.watch.status import (
 
 __all__ = ("ProcessStatus", "RunStatus", "inspect_run")
 
-_SILENT: Final = 3.0
+_SILENT_AFTER_S: Final = 3.0
 """Seconds without a new status after which a process is silent; it writes twice a second."""
 
-_ANSWER: Final = 2.0
+_LOCAL_REPLY_TIMEOUT_S: Final = 2.0
 """Seconds for which to wait until processes of this machine have captured their main threads."""
 
-_ANSWER_OF_OTHERS: Final = 3.5
+_REMOTE_REPLY_TIMEOUT_S: Final = 3.5
 """The same for processes of other machines, which answer through the store."""
 
-_POLL: Final = 0.05
-_WAITS: Final = 2.0
+_POLL_INTERVAL_S: Final = 0.05
+_WAITS_AFTER_S: Final = 2.0
 """Seconds in a collective after which the ranks that are not in it count as holding it up."""
 
 _STACK_FILE: Final = re.compile(rf"rank(\d{{1,7}})\.(\d{{1,10}}){re.escape(SUFFIX)}")
@@ -169,7 +169,7 @@ def _age(own: RankStatus | None) -> float:
 
 def _processes(folder: str) -> dict[int, _Process]:
     """The processes of this machine by rank; if a rank was restarted, its last process."""
-    found: dict[int, tuple[bool, float, _Process]] = {}
+    newest: dict[int, tuple[bool, float, _Process]] = {}
     try:
         names = os.listdir(folder)
     except OSError:
@@ -183,9 +183,9 @@ def _processes(folder: str) -> dict[int, _Process]:
             info = info._replace(state="ended")
         process = _Process(pid, info, path)
         order = (process.exists, _modified(path), process)
-        if rank not in found or order[:2] > found[rank][:2]:
-            found[rank] = order
-    return {rank: process for rank, (_, _, process) in found.items()}
+        if rank not in newest or order[:2] > newest[rank][:2]:
+            newest[rank] = order
+    return {rank: process for rank, (_, _, process) in newest.items()}
 
 
 def _modified(path: str) -> float:
@@ -197,8 +197,8 @@ def _modified(path: str) -> float:
 
 def _own_statuses(folder: str, processes: Mapping[int, _Process]) -> dict[int, RankStatus]:
     """The statuses that the processes wrote; not those of earlier processes of the same ranks."""
-    found = read_statuses(folder).items()
-    return {rank: one for rank, one in found if rank in processes and processes[rank].pid == one.pid}
+    statuses = read_statuses(folder).items()
+    return {rank: one for rank, one in statuses if rank in processes and processes[rank].pid == one.pid}
 
 
 def _world_size(processes: Mapping[int, _Process]) -> int:
@@ -209,7 +209,7 @@ def _world_size(processes: Mapping[int, _Process]) -> int:
 
 def _is_reporting(own: RankStatus) -> bool:
     """Whether the monitor of a process is running."""
-    return own.state != _WAITING and time.monotonic() - own.time < _SILENT
+    return own.state != _WAITING and time.monotonic() - own.time < _SILENT_AFTER_S
 
 
 def _has_answered(status: RankStatus, moment: float, begun: float) -> bool:
@@ -230,14 +230,14 @@ def _wait_for_answers(folder: str, processes: Mapping[int, _Process], size: int,
         world = read_world(folder) if elsewhere else None
         world = None if world is None or world.time < begun else world
         there = not elsewhere or (world is not None and _all_answered(world, begun))
-        if (here or waited >= _ANSWER) and (there or waited >= _ANSWER_OF_OTHERS):
+        if (here or waited >= _LOCAL_REPLY_TIMEOUT_S) and (there or waited >= _REMOTE_REPLY_TIMEOUT_S):
             return world
-        time.sleep(_POLL)
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def _all_answered(world: World, begun: float) -> bool:
     return not world.store_answers or all(
-        world.ages[rank] > _SILENT or _has_answered(status, world.time - world.ages[rank], begun)
+        world.ages[rank] > _SILENT_AFTER_S or _has_answered(status, world.time - world.ages[rank], begun)
         for rank, status in world.statuses.items()
     )
 
@@ -277,7 +277,7 @@ def _status_of(
         return replace(status, state="stopped", seconds=None)
     if process is not None and process.is_blocked and status.state in ("running", "in step"):
         return replace(status, state="in file IO", operation="", seconds=None)
-    if own is not None and not own.left and own.state != _WAITING and age > _SILENT:
+    if own is not None and not own.left and own.state != _WAITING and age > _SILENT_AFTER_S:
         return replace(status, state="silent", seconds=age)
     return status
 
@@ -307,7 +307,7 @@ def _published(rank: int, own: RankStatus, age: float) -> ProcessStatus:
 def _held_up_by(processes: Iterable[ProcessStatus]) -> tuple[int, ...]:
     """Ranks that are not in the newest collective in which others wait."""
     here = list(processes)
-    waiting = [one for one in here if one.state == IN_COLLECTIVE and (one.seconds or 0.0) >= _WAITS]
+    waiting = [one for one in here if one.state == IN_COLLECTIVE and (one.seconds or 0.0) >= _WAITS_AFTER_S]
     if not waiting:
         return ()
     newest = max(one.call for one in waiting)

@@ -92,15 +92,15 @@ slot of the text; when the process was started (0: its time is not recorded), by
 added for the wall clock; its category (`UNDECIDED` is one), and the likely category of undecided time, and the step of
 the run that is then under way; the highest step that earlier processes of this rank have begun. At last the seconds."""
 
-_UNDECIDED: Final = SECONDS + UNDECIDED
-_NUMBERS: Final = SECONDS + len(CATEGORIES) + 1
-_SAMPLES: Final = len(MAGIC) + 8 * _NUMBERS
-_MOST_SAMPLES: Final = 2048
-_TEXTS: Final = _SAMPLES + _MOST_SAMPLES
-_LONGEST_TEXT: Final = 64 * 1024
-_SIZE: Final = _TEXTS + 2 * _LONGEST_TEXT
+_UNDECIDED_INDEX: Final = SECONDS + UNDECIDED
+_NUMBER_COUNT: Final = SECONDS + len(CATEGORIES) + 1
+_SAMPLES_OFFSET: Final = len(MAGIC) + 8 * _NUMBER_COUNT
+_MAX_SAMPLES_BYTES: Final = 2048
+_TEXTS_OFFSET: Final = _SAMPLES_OFFSET + _MAX_SAMPLES_BYTES
+_MAX_TEXT_BYTES: Final = 64 * 1024
+_RECORD_BYTES: Final = _TEXTS_OFFSET + 2 * _MAX_TEXT_BYTES
 
-_MOST_MOMENTS: Final = 32
+_MAX_STEP_TIMES: Final = 32
 """Number of times of recent steps from which the pace is computed: 16 seconds, or as many steps."""
 
 
@@ -163,7 +163,7 @@ class StatusRecord:
 
     def __init__(self) -> None:
         self.steps = self.loaded = self.backwards = 0
-        self.cells: Any = memoryview(bytearray(8 * _NUMBERS)).cast("d")
+        self.cells: Any = memoryview(bytearray(8 * _NUMBER_COUNT)).cast("d")
         self.status_folder = self.folder = self.bad_step = ""
         self.samples: Callable[[int | None], list[str]] = lambda read: []
         self.device_memory: Callable[[], int | None] = lambda: None
@@ -173,7 +173,7 @@ class StatusRecord:
         self._memory: mmap.mmap | None = None
         # Replaced as a whole, because the monitor's thread may read it at any moment.
         self.activity: Activity | None = None
-        self._moments: deque[tuple[float, int]] = deque(maxlen=_MOST_MOMENTS)
+        self._moments: deque[tuple[float, int]] = deque(maxlen=_MAX_STEP_TIMES)
 
     def open(self, folder: str, rank: int) -> None:
         """Keep the record in a file of a folder from now on; without space for it, it stays in private memory."""
@@ -189,8 +189,8 @@ class StatusRecord:
                 os.unlink(path)
             file = os.open(path, flags, 0o600)
             try:
-                _allocate(file, _SIZE)
-                memory = mmap.mmap(file, _SIZE)
+                _allocate(file, _RECORD_BYTES)
+                memory = mmap.mmap(file, _RECORD_BYTES)
             except OSError:
                 os.unlink(path)
                 raise
@@ -198,11 +198,11 @@ class StatusRecord:
                 os.close(file)
         except OSError:
             return
-        memory[len(MAGIC) : _SAMPLES] = self.cells.tobytes()
+        memory[len(MAGIC) : _SAMPLES_OFFSET] = self.cells.tobytes()
         memory[: len(MAGIC)] = MAGIC
         info = process_info(os.getpid())
         self._memory, self.status_folder = memory, folder
-        self.cells = memoryview(memory)[len(MAGIC) : _SAMPLES].cast("d")
+        self.cells = memoryview(memory)[len(MAGIC) : _SAMPLES_OFFSET].cast("d")
         self.cells[PID], self.cells[STARTED], self.cells[RANK] = os.getpid(), info.started if info else 0, rank
 
     def leave_to_parent(self) -> None:
@@ -213,17 +213,17 @@ class StatusRecord:
     def publish(self, text: str) -> None:
         """Replace the status text. A reader, or a kill at any moment, finds the one before or this one."""
         content = text.encode() + b"\0"
-        if self._memory is not None and len(content) <= _LONGEST_TEXT:
+        if self._memory is not None and len(content) <= _MAX_TEXT_BYTES:
             slot = 1 - int(self.cells[SLOT])
-            begin = _TEXTS + slot * _LONGEST_TEXT
+            begin = _TEXTS_OFFSET + slot * _MAX_TEXT_BYTES
             self._memory[begin : begin + len(content)] = content
             self.cells[SLOT] = slot
 
     def write_samples(self, text: str) -> None:
         """Replace the ids of the current samples, as JSON; a long list is left out."""
         content = text.encode() + b"\0"
-        if self._memory is not None and len(content) <= _MOST_SAMPLES:
-            self._memory[_SAMPLES : _SAMPLES + len(content)] = content
+        if self._memory is not None and len(content) <= _MAX_SAMPLES_BYTES:
+            self._memory[_SAMPLES_OFFSET : _SAMPLES_OFFSET + len(content)] = content
 
     def writes_to(self, folder: str | os.PathLike[str]) -> None:
         """Record the folder of the run; only the first call has an effect."""
@@ -273,10 +273,10 @@ class StatusRecord:
         now, cells, doing = monotonic(), self.cells, self.doing
         spent = now - self.since
         if decided is not None:
-            undecided = cells[_UNDECIDED]
+            undecided = cells[_UNDECIDED_INDEX]
             if undecided:
                 # In this order, a reader misses the time instead of seeing it twice.
-                cells[_UNDECIDED] = 0.0
+                cells[_UNDECIDED_INDEX] = 0.0
                 cells[SECONDS + decided] += undecided
             if doing == UNDECIDED:
                 doing = decided
@@ -385,12 +385,12 @@ def read_content(path: str) -> RecordContent | None:
 
     try:
         with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
-            content = file.read(_SIZE)
-        cells = struct.unpack_from(f"{_NUMBERS}d", content, len(MAGIC))
-        if len(content) != _SIZE or content[: len(MAGIC)] != MAGIC or cells[SLOT] not in (0, 1):
+            content = file.read(_RECORD_BYTES)
+        cells = struct.unpack_from(f"{_NUMBER_COUNT}d", content, len(MAGIC))
+        if len(content) != _RECORD_BYTES or content[: len(MAGIC)] != MAGIC or cells[SLOT] not in (0, 1):
             return None
-        begin = _TEXTS + int(cells[SLOT]) * _LONGEST_TEXT
-        text = content[begin : begin + _LONGEST_TEXT].partition(b"\0")[0]
+        begin = _TEXTS_OFFSET + int(cells[SLOT]) * _MAX_TEXT_BYTES
+        text = content[begin : begin + _MAX_TEXT_BYTES].partition(b"\0")[0]
         # Comparisons are false for a number that is none.
         if not all(0 <= cells[one] < 2**53 for one in (PID, STARTED, RANK, STEPS)) or not abs(cells[LOADED]) < 2**53:
             return None
@@ -398,5 +398,5 @@ def read_content(path: str) -> RecordContent | None:
         return None
     samples: Any = []
     with contextlib.suppress(ValueError, RecursionError):
-        samples = json.loads(content[_SAMPLES:_TEXTS].partition(b"\0")[0])
+        samples = json.loads(content[_SAMPLES_OFFSET:_TEXTS_OFFSET].partition(b"\0")[0])
     return RecordContent(cells, [str(one) for one in samples] if isinstance(samples, list) else [], text)

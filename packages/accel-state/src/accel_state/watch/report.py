@@ -34,20 +34,20 @@ __all__ = (
 
 # ---------------------------------------------------------------------- sentences
 
-_SILENT: Final = 3.0
+_SILENT_AFTER_S: Final = 3.0
 """Seconds without a new status after which the report calls a rank silent."""
 
-_MOST_GROUPS: Final = 16
+_MAX_REPORTED_GROUPS: Final = 16
 """Maximum number of positions in one report; beyond it, the report only counts the rest."""
 
-_HELPLESS: Final = frozenset({"ended", "stopped"})
+_STATES_WITHOUT_REPLY: Final = frozenset({"ended", "stopped"})
 
 
 def describe_ranks(
     statuses: Mapping[int, RankStatus],
     world_size: int,
     ages: Mapping[int, float] | None = None,
-    known: Iterable[int] | None = None,
+    ranks: Iterable[int] | None = None,
 ) -> str:
     """The positions of all ranks; ranks at the same position share a sentence, the smallest group comes first.
 
@@ -57,11 +57,11 @@ def describe_ranks(
         statuses: statuses by rank; ranks that are missing are unknown.
         world_size: number of processes.
         ages: seconds since the last new status of each rank arrived; by default since it was captured.
-        known: ranks to describe; by default all of them.
+        ranks: ranks to describe; by default all of them.
     """
     now = time.monotonic()
     groups: dict[str, list[int]] = {}
-    for rank in range(world_size) if known is None else known:
+    for rank in range(world_size) if ranks is None else ranks:
         status = statuses.get(rank)
         state = "unknown" if status is None else _state(status, now - status.time if ages is None else ages[rank])
         groups.setdefault(state, []).append(rank)
@@ -69,9 +69,9 @@ def describe_ranks(
     sentences = [
         f"{format_ranks(members)} {'is' if len(members) == 1 else 'are'} {state}" for state, members in ordered
     ]
-    more = len(sentences) - _MOST_GROUPS
+    more = len(sentences) - _MAX_REPORTED_GROUPS
     # Names of files and functions may contain anything.
-    return printable("; ".join(sentences[:_MOST_GROUPS])) + (f"; and {more} other places" if more > 0 else "")
+    return printable("; ".join(sentences[:_MAX_REPORTED_GROUPS])) + (f"; and {more} other places" if more > 0 else "")
 
 
 def _state(status: RankStatus, age: float) -> str:
@@ -84,7 +84,7 @@ def _state(status: RankStatus, age: float) -> str:
         return f"gone (process {status.pid} has ended); {last}"
     if here == "stopped":
         return f"stopped (process {status.pid}, by SIGSTOP or a debugger); {last}"
-    if age > _SILENT:
+    if age > _SILENT_AFTER_S:
         alive = f"alive (process {status.pid}) but " if here != "elsewhere" else ""
         return f"{alive}silent for {age:.0f} s; {last}"
     return status.position()
@@ -103,19 +103,19 @@ def _state_here(status: RankStatus) -> State | Literal["elsewhere"]:
 
 # ---------------------------------------------------------------------- errors
 
-_LONGEST_WAIT: Final = 3.6
+_REPLY_TIMEOUT_S: Final = 3.6
 """Seconds for which to wait until the other ranks publish their positions."""
 
-_POLL: Final = 0.1
+_POLL_INTERVAL_S: Final = 0.1
 """Seconds between two reads of what they published."""
 
-_SIGNAL_POLL: Final = 0.05
+_SIGNAL_POLL_INTERVAL_S: Final = 0.05
 """Seconds between two checks whether this process received SIGTERM."""
 
 MISSED: Final = "_accel_missed"
 """Attribute of errors with a hang report: the ranks for which this one waited. Launchers record it."""
 
-_REMEDY: Final = (
+_HANG_REMEDY: Final = (
     "Look at the processes that are gone or at another position. If one only needs more time, raise the timeout in "
     "InitProcessGroupKwargs."
 )
@@ -148,7 +148,7 @@ def collective_error(
         report = CollectiveError(
             f"Cannot complete {what} on rank {rank}.",
             f"{where}\n  The backend reported: {_first_line(error)}",
-            _REMEDY,
+            _HANG_REMEDY,
         )
         setattr(report, MISSED, missed)
         termination.last_words = f"{report}\n"
@@ -170,7 +170,7 @@ def extend_error(error: BaseException, rank: int, world_size: int, monitor: Hang
     try:
         with _deferred_termination() as termination:
             where, missed = _everyone(monitor, rank, world_size, termination)
-            error.args = (f"{error}\n  {where}\n  {_REMEDY}", *error.args[1:])
+            error.args = (f"{error}\n  {where}\n  {_HANG_REMEDY}", *error.args[1:])
             setattr(error, MISSED, missed)
             termination.last_words = f"{type(error).__name__}: {error}\n"
     finally:
@@ -200,11 +200,11 @@ def _everyone(
             " The process that hosts the store cannot be reached, so this shows the other ranks as they were "
             f"{world.time - world.read:.0f} s ago."
         )
-    asked = members or range(world_size)
-    missed = [other for other in asked if _is_lost(world, other)]
+    awaited = members or range(world_size)
+    missed = [other for other in awaited if _is_lost(world, other)]
     if not missed:
         mine = _collective_of(world.statuses[rank])
-        missed = [other for other in asked if _collective_of(world.statuses[other]) != mine]
+        missed = [other for other in awaited if _collective_of(world.statuses[other]) != mine]
     return f"{where[:1].upper()}{where[1:]}.{note}", missed
 
 
@@ -224,7 +224,7 @@ def _answers(monitor: HangMonitor, world_size: int, termination: _Termination) -
     while True:
         world, waited = monitor.world(), time.monotonic() - begun
         answered = len(world.statuses) == world_size and all(_has_answered(world, rank, waited) for rank in world.ages)
-        if answered or waited > _LONGEST_WAIT or termination.wait(_POLL):
+        if answered or waited > _REPLY_TIMEOUT_S or termination.wait(_POLL_INTERVAL_S):
             return world
 
 
@@ -234,15 +234,20 @@ def _has_answered(world: World, rank: int, within: float) -> bool:
     return (
         (status.has_stack and age < within)
         or bool(status.left)
-        or age > _SILENT + within
-        or _state_here(status) in _HELPLESS
+        or age > _SILENT_AFTER_S + within
+        or _state_here(status) in _STATES_WITHOUT_REPLY
     )
 
 
 def _is_lost(world: World, rank: int) -> bool:
     """Whether a rank no longer takes part, as far as is known: it is gone, stopped, silent, or was never seen."""
     status = world.statuses.get(rank)
-    return status is None or bool(status.left) or world.ages[rank] > _SILENT or _state_here(status) in _HELPLESS
+    return (
+        status is None
+        or bool(status.left)
+        or world.ages[rank] > _SILENT_AFTER_S
+        or _state_here(status) in _STATES_WITHOUT_REPLY
+    )
 
 
 def ranks_gone_on(world: World, rank: int, before: World) -> list[int]:
@@ -297,7 +302,7 @@ class _Termination:
         """Wait for `seconds`, or until the process receives SIGTERM; return whether it did."""
         deadline = time.monotonic() + seconds
         while not self.received and (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(left, _SIGNAL_POLL))
+            time.sleep(min(left, _SIGNAL_POLL_INTERVAL_S))
         return self.received
 
 

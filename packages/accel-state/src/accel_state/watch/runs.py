@@ -50,15 +50,15 @@ RUN_FILE: Final = "run.json"
 PLACES: Final = ("/dev/shm", "/tmp")
 """Where launchers create their folders, beside the folder for temporary files: memory first."""
 
-_STATUS: Final = "status"
-_SPACE: Final = 2**20
+_STATUS_FOLDER_NAME: Final = "status"
+_MIN_FREE_BYTES: Final = 2**20
 """Bytes that a new folder must have room for."""
 
-_ATTEMPTS: Final = 3
+_MAX_ATTEMPTS: Final = 3
 """How often a folder is created in a place where a reader removes it before it is locked."""
 
-_MOST_BYTES: Final = 64 * 1024
-_LIST: Final = "Run `accel runs status` without an argument to see every run of this user on this machine."
+_MAX_RUN_FILE_BYTES: Final = 64 * 1024
+_LIST_RUNS_REMEDY: Final = "Run `accel runs status` without an argument to see every run of this user on this machine."
 
 # ---------------------------------------------------------------------- the launcher's side
 
@@ -78,7 +78,7 @@ def make_launch_folder() -> str:
     """
     path = ""
     for place in _places():
-        for _ in range(_ATTEMPTS):
+        for _ in range(_MAX_ATTEMPTS):
             path = os.path.abspath(os.path.join(place, f"{PREFIX}{os.urandom(8).hex()}"))
             with contextlib.suppress(OSError):
                 os.mkdir(path, 0o700)
@@ -154,7 +154,7 @@ def _has_room(folder: str) -> bool:
     try:
         with open(path, "wb") as file:
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, _SPACE)
+                os.posix_fallocate(file.fileno(), 0, _MIN_FREE_BYTES)
         return True
     except OSError:
         return False
@@ -165,7 +165,7 @@ def _has_room(folder: str) -> bool:
 
 def status_folder_in(folder: str) -> str:
     """The folder for the records inside a launcher's folder, created if it is missing; returns its path."""
-    status = os.path.join(folder, _STATUS)
+    status = os.path.join(folder, _STATUS_FOLDER_NAME)
     with contextlib.suppress(OSError):
         os.mkdir(status, 0o700)
     return status
@@ -255,7 +255,7 @@ def running_runs(places: tuple[str, ...] = ()) -> list[LaunchedRun]:
     Args:
         places: further folders in which launchers may have created theirs.
     """
-    runs = (_read(os.path.join(folder, _STATUS)) for folder in _folders((*_places(), *places)))
+    runs = (_read(os.path.join(folder, _STATUS_FOLDER_NAME)) for folder in _folders((*_places(), *places)))
     return sorted({run.pid: run for run in runs if run is not None}.values(), key=lambda run: run.began)
 
 
@@ -284,7 +284,9 @@ def _read(status: str) -> LaunchedRun | None:
     shape = record({"pid": integer(), "namespace": text(), "folder": text(), "time": number()})
     folder = os.path.dirname(status)
     try:
-        launcher = read_json(os.path.join(status, RUN_FILE), shape, limit=_MOST_BYTES) if is_private(folder) else None
+        launcher = (
+            read_json(os.path.join(status, RUN_FILE), shape, limit=_MAX_RUN_FILE_BYTES) if is_private(folder) else None
+        )
     except (OSError, ValueError):
         return None
     # The state of the process decides where the file system has no locks.
@@ -297,14 +299,14 @@ def _of_process(pid: int) -> LaunchedRun:
     from accel_state.errors import NoAccess, NotFound
     from accel_state.watch.record import STATUS_FOLDER
 
-    failed = f"Cannot show the run of process {pid}."
+    failure = f"Cannot show the run of process {pid}."
     if state_of(pid) == "ended":
-        raise NotFound(failed, f"Process {pid} has ended, or never existed on this machine.", _LIST)
+        raise NotFound(failure, f"Process {pid} has ended, or never existed on this machine.", _LIST_RUNS_REMEDY)
     info = process_info(pid)
     if info is not None and info.owner != os.geteuid():
         owner = _name_of(info.owner)
         raise NoAccess(
-            failed,
+            failure,
             f"Process {pid} belongs to the user {owner}, and only this user can see its run.",
             f"Repeat the command as {owner}.",
         )
@@ -314,7 +316,7 @@ def _of_process(pid: int) -> LaunchedRun:
     runs = running_runs(tuple(filter(None, [environment.get("TMPDIR")])))
     run = _read(own) if own else next((run for run in runs if run.pid == pid), None)
     if run is None:
-        raise NotFound(failed, f"Process {pid} does not belong to a run of `accel launch`.", _LIST)
+        raise NotFound(failure, f"Process {pid} does not belong to a run of `accel launch`.", _LIST_RUNS_REMEDY)
     return run
 
 
@@ -330,18 +332,20 @@ def _name_of(user: int) -> str:
 def _of_folder(folder: str) -> LaunchedRun:
     from accel_state.errors import NotFound, SettingError
 
-    failed = f"Cannot show the run in {folder!r}."
+    failure = f"Cannot show the run in {folder!r}."
     runs = [run for run in running_runs() if _around(run.folder(), folder)]
     if len(runs) == 1:
         return runs[0]
     if runs:
         pids = ", ".join(str(run.pid) for run in runs)
         raise SettingError(
-            failed, f"{len(runs)} runs write to {folder!r}.", f"Name the process id of a launcher: {pids}."
+            failure, f"{len(runs)} runs write to {folder!r}.", f"Name the process id of a launcher: {pids}."
         )
     if not os.path.exists(folder):
-        raise NotFound(failed, f"{folder!r} is neither a folder nor a process id.", _LIST)
-    raise NotFound(failed, f"No run writes to {folder!r} now: it has finished, or runs on another machine.", _LIST)
+        raise NotFound(failure, f"{folder!r} is neither a folder nor a process id.", _LIST_RUNS_REMEDY)
+    raise NotFound(
+        failure, f"No run writes to {folder!r} now: it has finished, or runs on another machine.", _LIST_RUNS_REMEDY
+    )
 
 
 def _around(one: str, other: str) -> bool:

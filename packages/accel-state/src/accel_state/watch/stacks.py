@@ -23,20 +23,20 @@ __all__ = ("SUFFIX", "signalled_stacks", "user_frame_in")
 SUFFIX: Final = ".stack"
 """Suffix of the files into which processes write their stacks."""
 
-_PATIENCE: Final = 1.5
+_STACK_TIMEOUT_S: Final = 1.5
 """Seconds for which to wait until processes have written their stacks."""
 
-_QUIET: Final = 0.1
+_COMPLETE_AFTER_S: Final = 0.1
 """Seconds without a new line after which a stack is complete."""
 
-_MOST_BYTES: Final = 256 * 1024
-_THREAD: Final = re.compile(r"^(?:Current t|T)hread 0x.*\n", re.MULTILINE)
-_FRAME: Final = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
-_PACKAGES: Final = re.compile(
+_MAX_STACK_BYTES: Final = 256 * 1024
+_THREAD_HEADING: Final = re.compile(r"^(?:Current t|T)hread 0x.*\n", re.MULTILINE)
+_FRAME_LINE: Final = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
+_LIBRARY_PATH: Final = re.compile(
     r"[\\/](site|dist)-packages[\\/]|[\\/]accel_(state|ops|data|bigmodel|tracking|plugins|cli|torch)[\\/]"
 )
-_IMPORTING: Final = "<frozen importlib"
-_RUNNER: Final = os.path.join("accel_cli", "launch", "run_script.py")
+_IMPORTLIB_PREFIX: Final = "<frozen importlib"
+_RUNNER_PATH: Final = os.path.join("accel_cli", "launch", "run_script.py")
 
 
 def signalled_stacks(files: Mapping[int, str]) -> dict[int, str]:
@@ -48,14 +48,14 @@ def signalled_stacks(files: Mapping[int, str]) -> dict[int, str]:
     begun = {pid: _size(path) for pid, path in files.items() if _listens(pid, path)}
     for pid in begun:
         os.kill(pid, signal.SIGURG)
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + _STACK_TIMEOUT_S
     sizes, quiet_since = dict(begun), time.monotonic()
     while time.monotonic() < deadline:
-        time.sleep(_QUIET / 4)
+        time.sleep(_COMPLETE_AFTER_S / 4)
         before, sizes = sizes, {pid: _size(files[pid]) for pid in begun}
         if sizes != before:
             quiet_since = time.monotonic()
-        if all(sizes[pid] > begun[pid] for pid in begun) and time.monotonic() - quiet_since > _QUIET:
+        if all(sizes[pid] > begun[pid] for pid in begun) and time.monotonic() - quiet_since > _COMPLETE_AFTER_S:
             break
     return {pid: _read(files[pid], begun[pid]) for pid in begun if sizes[pid] > begun[pid]}
 
@@ -87,7 +87,7 @@ def _read(path: str, begin: int) -> str:
     try:
         with open(path, "rb") as file:
             file.seek(begin)
-            return file.read(_MOST_BYTES).decode(errors="replace")
+            return file.read(_MAX_STACK_BYTES).decode(errors="replace")
     except OSError:
         return ""
 
@@ -100,14 +100,14 @@ def user_frame_in(stack: str, run: LaunchedRun) -> UserFrame | None:
         run: the run; paths below the folder in which it was started become relative to it.
     """
     libraries = ("<", sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
-    inside, found, imports = "", None, False
+    inside, user_frame, imports = "", None, False
     # The main thread was started first, and is therefore the last one in the output, with the innermost frame first.
-    for frame in _FRAME.finditer(_THREAD.split(stack)[-1]):
+    for frame in _FRAME_LINE.finditer(_THREAD_HEADING.split(stack)[-1]):
         path = frame["path"]
-        if path.endswith(_RUNNER):
+        if path.endswith(_RUNNER_PATH):
             break
-        imports |= path.startswith(_IMPORTING)
-        if found is None and not path.startswith(libraries) and _PACKAGES.search(path) is None:
-            found = UserFrame(locate(path, int(frame["line"]), run.working_folder), inside)
+        imports |= path.startswith(_IMPORTLIB_PREFIX)
+        if user_frame is None and not path.startswith(libraries) and _LIBRARY_PATH.search(path) is None:
+            user_frame = UserFrame(locate(path, int(frame["line"]), run.working_folder), inside)
         inside = frame["function"]
-    return found._replace(inside=IMPORT) if found is not None and imports else found
+    return user_frame._replace(inside=IMPORT) if user_frame is not None and imports else user_frame

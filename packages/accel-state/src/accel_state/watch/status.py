@@ -17,6 +17,7 @@ import json
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -25,7 +26,6 @@ from typing import Any, Final, NamedTuple
 from accel_state.proc import process_info
 from accel_state.untrusted import read_limited
 from accel_state.watch.calls import CallLog, UserFrame, call_text, locate, main_thread_frame
-from accel_state.watch.flight_recorder import pending_collective
 from accel_state.watch.record import STARTED, STATUS_RECORD, STEPS, SUFFIX, RecordContent, read_content
 
 __all__ = (
@@ -35,6 +35,7 @@ __all__ = (
     "World",
     "capture_status",
     "host_with_namespaces",
+    "pending_collective",
     "read_records",
     "read_statuses",
     "read_world",
@@ -53,7 +54,7 @@ EXITED_NORMALLY: Final = "without an exception"
 
 # ---------------------------------------------------------------------- the status of a rank
 
-_KINDS: Final[Mapping[str, Any]] = {"int": int, "str": str, "bool": bool, "float": (int, float)}
+_TYPES_BY_NAME: Final[Mapping[str, Any]] = {"int": int, "str": str, "bool": bool, "float": (int, float)}
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class RankStatus:
             status = cls(**json.loads(text))
         except (ValueError, TypeError, RecursionError):
             return None
-        fits = all(isinstance(getattr(status, one.name), _KINDS[str(one.type)]) for one in fields(cls))
+        fits = all(isinstance(getattr(status, one.name), _TYPES_BY_NAME[str(one.type)]) for one in fields(cls))
         return status if fits else None
 
     def collective(self) -> str:
@@ -261,12 +262,12 @@ def _with_steps(status: RankStatus, steps: int) -> RankStatus:
 
 # ---------------------------------------------------------------------- requests of readers
 
-_STACKS: Final = "request-stacks"
-_WORLD: Final = "world.json"
-_REQUEST_LASTS: Final = 5.0
+_STACK_REQUEST_FILE: Final = "request-stacks"
+_WORLD_FILE: Final = "world.json"
+_REQUEST_LIFETIME_S: Final = 5.0
 """Seconds for which processes answer a request."""
 
-_MOST_BYTES_OF_WORLD: Final = 64 * 2**20
+_MAX_WORLD_BYTES: Final = 64 * 2**20
 
 
 class World(NamedTuple):
@@ -289,7 +290,7 @@ class World(NamedTuple):
 
 def request_stacks(folder: str) -> None:
     """Request that the processes capture the stacks of their main threads; they publish them within a second."""
-    _replace(os.path.join(folder, _STACKS), str(time.monotonic()))
+    _replace(os.path.join(folder, _STACK_REQUEST_FILE), str(time.monotonic()))
 
 
 def request_world(folder: str, rank: int) -> None:
@@ -299,7 +300,7 @@ def request_world(folder: str, rank: int) -> None:
 
 def stack_requested(folder: str) -> bool:
     """Whether a reader has requested the line of the main thread."""
-    return _is_recent(os.path.join(folder, _STACKS))
+    return _is_recent(os.path.join(folder, _STACK_REQUEST_FILE))
 
 
 def world_requested(folder: str, rank: int) -> bool:
@@ -311,13 +312,13 @@ def write_world(folder: str, world: World) -> None:
     """Replace this machine's file with the statuses of all ranks."""
     ranks = {rank: [world.ages[rank], status.to_json()] for rank, status in world.statuses.items()}
     text = json.dumps({"time": world.time, "read": world.read, "store_answers": world.store_answers, "ranks": ranks})
-    _replace(os.path.join(folder, _WORLD), text)
+    _replace(os.path.join(folder, _WORLD_FILE), text)
 
 
 def read_world(folder: str) -> World | None:
     """The newest statuses of all ranks that a process has written; None if there are none."""
     try:
-        content = json.loads(read_limited(os.path.join(folder, _WORLD), _MOST_BYTES_OF_WORLD))
+        content = json.loads(read_limited(os.path.join(folder, _WORLD_FILE), _MAX_WORLD_BYTES))
         statuses, ages = {}, {}
         for rank, (age, text) in content["ranks"].items():
             status = RankStatus.from_json(text)
@@ -330,7 +331,7 @@ def read_world(folder: str) -> World | None:
 
 def _is_recent(path: str) -> bool:
     try:
-        return 0 <= time.monotonic() - float(read_limited(path, 64)) < _REQUEST_LASTS
+        return 0 <= time.monotonic() - float(read_limited(path, 64)) < _REQUEST_LIFETIME_S
     except (OSError, ValueError):
         return False
 
@@ -341,3 +342,39 @@ def _replace(path: str, text: str) -> None:
         with open(partial, "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(partial, path)
+
+
+# ---------------------------------------------------------------------- torch's flight recorder
+
+# The recorder has the collectives that torch starts itself, and those whose wait is not in a function of
+# torch.distributed, such as that for a device. torch records them for NCCL and gloo if `TORCH_FR_BUFFER_SIZE` is above
+# zero, which is its default with NCCL.
+
+_DUMP_FUNCTIONS: Final = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+"""Functions of torch that return the recorder's entries as JSON, the newer one first."""
+
+_UNQUEUED_PREFIX: Final = "gloo:"
+"""Prefix of collectives that have no separate start: they are never "started"."""
+
+
+def pending_collective() -> str:
+    """The oldest collective of torch that has started and not ended; empty if there is none, or the recorder is off.
+
+    Example: "nccl:all_reduce of default_pg (number 17)".
+    """
+    distributed: Any = sys.modules.get("torch._C._distributed_c10d")
+    dump = next(
+        (function for name in _DUMP_FUNCTIONS if (function := getattr(distributed, name, None)) is not None), None
+    )
+    if dump is None:
+        return ""
+    try:
+        for entry in json.loads(dump(includeCollectives=True, onlyActive=True) or b"{}").get("entries") or ():
+            name = str(entry["profiling_name"])
+            # A collective that is only queued on a device may wait for computation there.
+            if not entry["retired"] and (entry["state"] == "started" or name.startswith(_UNQUEUED_PREFIX)):
+                return f"{name} of {entry['process_group'][1]} (number {entry['collective_seq_id']})"
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):
+        # A recorder of another version proves nothing.
+        pass
+    return ""

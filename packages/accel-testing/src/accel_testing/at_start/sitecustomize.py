@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 
-_PARENT = "ACCEL_LAUNCHER_PID"
+_PARENT_VARIABLE = "ACCEL_LAUNCHER_PID"
 """Pid of the launcher; this process must end with it, see `accel_cli.launch.run_script`."""
 
 
@@ -105,7 +105,7 @@ def _hand_over(address: str, arguments: list[str]) -> None:
 
 
 def _die_with_launcher() -> None:
-    launcher = os.environ.pop(_PARENT, "")
+    launcher = os.environ.pop(_PARENT_VARIABLE, "")
     if launcher:
         import ctypes
         import signal

@@ -7,15 +7,59 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import pytest
+import torch
 from torch import Tensor
 
 from accel_plugins.manifest import Capabilities, Manifest
 from accel_state.mesh import ParallelismConfig
-from accel_testing.backends.reference_loop import Case, Plain, near
-from accel_testing.backends.runs import train
+from accel_testing.backends.reference_loop import Case, Plain, Training, near
 from accel_testing.processes import Processes
 
-__all__ = ("SuiteBase", "needs", "with_the_kits_models")
+__all__ = (
+    "Answer",
+    "SuiteBase",
+    "as_lists",
+    "needs",
+    "shard_of",
+    "train",
+    "with_the_kits_models",
+    "writes",
+)
+
+Answer = dict[str, Any]
+"""What a process answers, to be compared in the process of the tests."""
+
+
+def train(case: Case) -> Answer:
+    """Train, and return everything that can be compared."""
+    training = case.open()
+    losses, norms = training.train()
+    return {
+        "losses": losses,
+        "norms": norms,
+        "rates": training.rates,
+        "weights": training.weights(),
+        "beside": [training.weights(model) for model, _ in training.others],
+        "shards": shard_of(training),
+        "batches_per_step": training.strategy.batches_per_step(),
+    }
+
+
+def writes(training: Training) -> bool:
+    """Whether this process has complete weights."""
+    return training.strategy.writes_weights()
+
+
+def shard_of(training: Training) -> tuple[int, int]:
+    """The number of shards of each batch, and the index of this process's shard."""
+    shards = training.strategy.shards()
+    return shards.count, shards.index
+
+
+def as_lists(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """A state dict as plain lists."""
+    return {name: value.tolist() for name, value in state.items()}
+
 
 Run = Callable[..., list[Any]]
 T = TypeVar("T", bound=Callable[..., Any])
@@ -88,8 +132,8 @@ class SuiteBase:
     def manifest(self) -> Manifest:
         """The manifest under test."""
         module, _, attribute = self.target.partition(":")
-        found: Manifest = getattr(importlib.import_module(module), attribute)
-        return found
+        manifest: Manifest = getattr(importlib.import_module(module), attribute)
+        return manifest
 
     @property
     def capabilities(self) -> Capabilities:

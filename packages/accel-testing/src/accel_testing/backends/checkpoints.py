@@ -20,10 +20,9 @@ from accel_plugins.strategy import Strategy
 from accel_plugins.transform import Stage, Transform
 from accel_state.errors import CheckpointError
 from accel_state.protocol.call import barrier
-from accel_testing.backends.base import Run, SuiteBase, needs, with_the_kits_models
+from accel_testing.backends.base import Answer, Run, SuiteBase, as_lists, needs, train, with_the_kits_models, writes
 from accel_testing.backends.gradients import count_collectives
 from accel_testing.backends.reference_loop import Case, Training, batches
-from accel_testing.backends.runs import Answer, as_lists, train, writes
 
 __all__ = ("Around", "CheckpointTests", "save_and_resume")
 
@@ -146,7 +145,7 @@ def _train_on(training: Training, data: list[Any]) -> list[float]:
 
 def states(training: Training) -> Answer:
     """The complete state of a run on this process, as plain data."""
-    models = [training.made, *(strategy_model(model) for model, _ in training.others)]
+    models = [training.wrapped, *(strategy_model(model) for model, _ in training.others)]
     optimizers = [training.inner, *(as_set_up(optimizer) for _, optimizer in training.others)]
     return {
         "weights": [_plain(_tensors(training, model)) for model in models],
@@ -183,7 +182,9 @@ def _plain(value: Any) -> Any:
 def differences(one: Any, other: Any, path: str = "") -> list[str]:
     """The paths of keys at which two nested states differ."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        return [found for key in one for found in differences(one[key], other[key], f"{path}.{key}".lstrip("."))]
+        return [
+            difference for key in one for difference in differences(one[key], other[key], f"{path}.{key}".lstrip("."))
+        ]
     return [] if repr(one) == repr(other) else [path]
 
 
@@ -192,9 +193,9 @@ def weights_of_the_run(case: Case) -> Answer:
     training = case.open()
     training.train()
     before = states(training)
-    with training.strategy.global_weights(training.made):
+    with training.strategy.global_weights(training.wrapped):
         inside = training.weights()
-    with suppress(LookupError), training.strategy.global_weights(training.made):
+    with suppress(LookupError), training.strategy.global_weights(training.wrapped):
         raise LookupError("the evaluation failed")
     return {"inside": inside, "changed": differences(before, states(training))}
 
@@ -216,7 +217,7 @@ def load_from_nothing(case: Case, folder: str) -> list[str]:
     """For each kind of object, the name of the error when it is loaded from an empty folder."""
     training = case.but(scheduled=True).open()
     items = {
-        ObjectKind.MODEL: training.made,
+        ObjectKind.MODEL: training.wrapped,
         ObjectKind.OPTIMIZER: training.inner,
         ObjectKind.SCHEDULER: as_set_up(training.schedulers[0]),
     }
@@ -237,25 +238,25 @@ def weights_out_and_in(case: Case) -> Answer:
     """Weights after `state_dict` and `load_weights`, and those of a plain model that loaded them."""
     training = case.open()
     training.train()
-    state = {name: value.detach().clone() for name, value in training.strategy.state_dict(training.made).items()}
+    state = {name: value.detach().clone() for name, value in training.strategy.state_dict(training.wrapped).items()}
     other = case.make(4)
     source = {name: value.detach().clone() for name, value in other.state_dict().items()}
     answer: Answer = {"writes": writes(training)}
-    training.strategy.load_weights(training.made, source)
+    training.strategy.load_weights(training.wrapped, source)
     answer["read_back"] = training.weights() == as_lists(source) or not writes(training)
     inputs = next(iter(batches(case)))[0].to(training.process.device)
     with torch.no_grad():
         expected = other.to(training.process.device)(inputs)
         answer["computes"] = torch.allclose(training.model(inputs), expected, atol=1e-5)
     absent = next(iter(source))
-    known = {name: value.detach() for name, value in case.make(6).state_dict().items() if name != absent}
-    training.strategy.load_weights(training.made, known, strict=False)
-    answer["reads_some"] = training.weights() == as_lists(source | known) or not writes(training)
+    some = {name: value.detach() for name, value in case.make(6).state_dict().items() if name != absent}
+    training.strategy.load_weights(training.wrapped, some, strict=False)
+    answer["reads_some"] = training.weights() == as_lists(source | some) or not writes(training)
     if writes(training):
         plain = case.make(5)
         plain.load_state_dict({name: value.cpu() for name, value in state.items()})
         answer["into_plain"] = {n: v.tolist() for n, v in plain.state_dict().items()} == as_lists(state)
-    answer["refused"] = _raises(lambda: training.strategy.load_weights(training.made, known))
+    answer["refused"] = _raises(lambda: training.strategy.load_weights(training.wrapped, some))
     return answer
 
 
@@ -270,7 +271,7 @@ def load_into_a_longer_model(case: Case, folder: str) -> Answer:
     own = training.weights()
 
     def load(strict: bool) -> None:
-        training.strategy.load(ObjectKind.MODEL, training.made, Path(folder), 0, strict=strict)
+        training.strategy.load(ObjectKind.MODEL, training.wrapped, Path(folder), 0, strict=strict)
 
     refused, raised = _raises(lambda: load(True)), _raises(lambda: load(False))
     return {"refused": refused, "loaded": not raised and training.weights() == own | saved}
@@ -311,7 +312,7 @@ class Around(Transform):
         return False
 
     def apply(self, model: nn.Module, context: Context) -> nn.Module:
-        """The layer."""
+        """Put a `Layer` around the model."""
         return Layer(model)
 
 

@@ -42,12 +42,12 @@ class DeclarationTests(SuiteBase):
         for name, value in inspect.getmembers(Strategy, inspect.isfunction):
             if name.startswith("_"):
                 continue
-            asked = inspect.signature(value).parameters
+            expected = inspect.signature(value).parameters
             offered = inspect.signature(getattr(strategy, name)).parameters
             open_ended = {parameter.kind for parameter in offered.values()}
             if not {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL} <= open_ended:
-                assert list(offered)[: len(asked)] == list(asked), (
-                    f"{name} has the parameters {list(offered)}, expected {list(asked)}"
+                assert list(offered)[: len(expected)] == list(expected), (
+                    f"{name} has the parameters {list(offered)}, expected {list(expected)}"
                 )
 
     def test_manifest_and_settings_load_without_torch(self) -> None:
@@ -68,7 +68,7 @@ class DeclarationTests(SuiteBase):
             usual, changed = from_environment(config, {}), list(_changed_by_one_variable(config))
             for settings in (usual, *changed):
                 assert from_environment(config, to_environment(settings)) == settings
-            if any(known.variable for known in settings_of(config).values()):
+            if any(setting.variable for setting in settings_of(config).values()):
                 assert any(settings != usual for settings in changed), "no environment variable changes a setting"
 
     def test_presence_is_answered_by_yes_or_no(self, run: Run) -> None:
@@ -104,9 +104,9 @@ def _imported(target: str) -> Any:
 
 def _changed_by_one_variable(config: type) -> Iterator[Any]:
     """Settings objects that differ from the default in one field, for each field that has an environment variable."""
-    for known in settings_of(config).values():
-        for text in (*reversed(known.type.choices), "3", "0.5", "true", "false", "text") if known.variable else ():
+    for setting in settings_of(config).values():
+        for text in (*reversed(setting.type.choices), "3", "0.5", "true", "false", "text") if setting.variable else ():
             with contextlib.suppress(AccelError, ValueError):
-                if known.type.parse(text) != known.default:
-                    yield from_environment(config, {str(known.variable): text})
+                if setting.type.parse(text) != setting.default:
+                    yield from_environment(config, {str(setting.variable): text})
                     break

@@ -16,9 +16,8 @@ from accel_plugins.bundle import Bundle
 from accel_plugins.layers import strategy_model
 from accel_plugins.prepared import as_set_up
 from accel_state.errors import AccelError
-from accel_testing.backends.base import Run, SuiteBase, needs
+from accel_testing.backends.base import Answer, Run, SuiteBase, needs, train
 from accel_testing.backends.reference_loop import Case, Plain, batches, loss_of
-from accel_testing.backends.runs import Answer, train
 
 __all__ = (
     "GradientTests",
@@ -127,9 +126,9 @@ def gradients_of(case: Case, late: bool = False) -> Answer:
     batch = next(iter(batches(case)))
     if late:
         inputs, targets = training.slice(batch)
-        with training.strategy.no_sync(training.made):
+        with training.strategy.no_sync(training.wrapped):
             loss = training.loss(inputs, targets)
-        with training.strategy.sync_in_next_backward(training.made):
+        with training.strategy.sync_in_next_backward(training.wrapped):
             training.strategy.backward(loss)
     else:
         training.backward(batch)
@@ -139,7 +138,7 @@ def gradients_of(case: Case, late: bool = False) -> Answer:
 
 
 def gradients_plain(case: Case) -> Answer:
-    """`gradients_of` in plain torch."""
+    """The gradients that `gradients_of` must return, computed by plain torch in one process."""
     plain = Plain(case)
     inputs, targets = next(iter(batches(case)))
     loss_of(plain.model, inputs, targets).backward()  # type: ignore[no-untyped-call]
@@ -163,7 +162,7 @@ def weighted_backward(case: Case) -> Answer:
     training = case.open()
     inputs, targets = training.slice(next(iter(batches(case))))
     loss = training.loss(inputs, targets)
-    training.strategy.backward(loss, training.made, gradient=torch.full_like(loss, 2.0))
+    training.strategy.backward(loss, training.wrapped, gradient=torch.full_like(loss, 2.0))
     training.complete_gradients()
     return training.gradients()
 
@@ -178,7 +177,7 @@ def step_with_closure(case: Case) -> Answer:
         def compute(inputs: torch.Tensor = inputs, targets: torch.Tensor = targets) -> torch.Tensor:
             inner.zero_grad()
             loss = training.loss(inputs, targets)
-            training.strategy.backward(loss, training.made)
+            training.strategy.backward(loss, training.wrapped)
             return loss
 
         try:
@@ -198,19 +197,19 @@ def count_collectives(case: Case) -> Answer:
     inputs, targets = training.slice(next(iter(batches(case))))
 
     def backward() -> None:
-        training.strategy.backward(training.loss(inputs, targets), training.made)
+        training.strategy.backward(training.loss(inputs, targets), training.wrapped)
 
     def complete() -> None:
         backward()
         training.strategy.finalize_gradients(training.inner)
 
     def held() -> None:
-        with training.strategy.no_sync(training.made):
+        with training.strategy.no_sync(training.wrapped):
             backward()
 
     def nested() -> None:
-        with training.strategy.no_sync(training.made):
-            with training.strategy.no_sync(training.made):
+        with training.strategy.no_sync(training.wrapped):
+            with training.strategy.no_sync(training.wrapped):
                 backward()
             backward()
 
@@ -218,7 +217,7 @@ def count_collectives(case: Case) -> Answer:
         complete()  # The first backward pass may include work that a backend does once.
     actions = {"sync": complete, "held": held, "nested": nested}
     counted = {name: _collectives(action) for name, action in actions.items()}
-    with suppress(LookupError), training.strategy.no_sync(training.made):
+    with suppress(LookupError), training.strategy.no_sync(training.wrapped):
         raise LookupError("the batch failed")
     return {**counted, "again": _collectives(complete)}
 
@@ -296,7 +295,7 @@ def compute_dtype(case: Case) -> Answer:
     """The dtype in which the first layer computes, and the dtype of the model's output."""
     training = case.open()
     seen: list[str] = []
-    layer: nn.Module = training.strategy.unwrap(training.made)
+    layer: nn.Module = training.strategy.unwrap(training.wrapped)
     for module in layer.modules():
         if isinstance(module, nn.Linear):
             module.register_forward_hook(lambda _m, _i, output: seen.append(str(output.dtype)))

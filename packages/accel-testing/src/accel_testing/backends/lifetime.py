@@ -14,9 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_data import prepare_data_loader
 from accel_plugins.bundle import Bundle
 from accel_plugins.prepared import as_set_up
-from accel_testing.backends.base import Run, SuiteBase, needs
+from accel_testing.backends.base import Answer, Run, SuiteBase, needs, train
 from accel_testing.backends.reference_loop import Case, Plain, batches
-from accel_testing.backends.runs import Answer, train
 
 __all__ = ("LifetimeTests",)
 
@@ -63,7 +62,7 @@ def release(case: Case) -> Answer:
     training.train()
     strategy = training.strategy
     kept = {"model": weakref.ref(training.user_model), "optimizer": weakref.ref(training.optimizer.optimizer)}
-    strategy.release([training.made], [training.inner])
+    strategy.release([training.wrapped], [training.inner])
     vars(training).clear()
     gc.collect()
     training = case.open()
@@ -86,7 +85,7 @@ def close_at_the_end(case: Case) -> Answer:
     weights = training.weights()
     training.strategy.close()
     read = training.weights() == weights and isinstance(
-        training.strategy.unwrap(training.made), type(training.user_model)
+        training.strategy.unwrap(training.wrapped), type(training.user_model)
     )
     return {**train(case), "read": read}
 
@@ -104,8 +103,8 @@ def read_steps(case: Case) -> list[Answer]:
         assert share is not None
         shares.append(asdict(share))
         share.accumulated = True
-        with nullcontext() if share.last else training.strategy.no_sync(training.made):
-            training.strategy.backward(training.loss(*batch) * share.factor, training.made)
+        with nullcontext() if share.last else training.strategy.no_sync(training.wrapped):
+            training.strategy.backward(training.loss(*batch) * share.factor, training.wrapped)
         if share.last:
             training.step()
             share.stepped = True

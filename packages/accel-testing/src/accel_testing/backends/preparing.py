@@ -10,9 +10,8 @@ from torch import nn
 from accel_plugins.bundle import Bundle
 from accel_plugins.layers import strategy_model
 from accel_plugins.model_part import ModelPart
-from accel_testing.backends.base import Run, SuiteBase, needs
+from accel_testing.backends.base import Answer, Run, SuiteBase, as_lists, needs, shard_of, train, writes
 from accel_testing.backends.reference_loop import Case, batches
-from accel_testing.backends.runs import Answer, as_lists, shard_of, train, writes
 
 __all__ = ("PreparationTests",)
 
@@ -113,7 +112,7 @@ def look_at_prepared(case: Case) -> Answer:
     training = case.open()
     trained = {id(parameter) for parameter in training.model.parameters()}
     held = [id(parameter) for group in training.optimizer.param_groups for parameter in group["params"]]
-    bare = training.strategy.unwrap(training.made)
+    bare = training.strategy.unwrap(training.wrapped)
     return {
         "held_but_not_trained": len(set(held) - trained),
         "trained_but_not_held": len(trained - set(held)),
@@ -130,8 +129,8 @@ def forward_and_unwrap(case: Case) -> Answer:
     inputs = next(iter(batches(case)))[0].to(training.process.device)
     with torch.no_grad():
         first = training.model(inputs)
-        training.strategy.unwrap(training.made)
-        training.strategy.state_dict(training.made)
+        training.strategy.unwrap(training.wrapped)
+        training.strategy.state_dict(training.wrapped)
         second = training.model(inputs)
         plain = case.make().to(training.process.device)(inputs)
     return {"first": first.tolist(), "second": second.tolist(), "plain": plain.tolist(), "dtype": str(first.dtype)}
@@ -140,7 +139,7 @@ def forward_and_unwrap(case: Case) -> Answer:
 def call_as_users_do(case: Case) -> Answer:
     """Outputs for an input passed by name, those of the plain model, and modes after `eval` and `train`."""
     training = case.open()
-    bare: nn.Module = training.strategy.unwrap(training.made)
+    bare: nn.Module = training.strategy.unwrap(training.wrapped)
     inputs = next(iter(batches(case)))[0].to(training.process.device)
     with torch.no_grad():
         named = training.model(inputs=inputs)
@@ -177,18 +176,18 @@ def build_inside(case: Case) -> Answer:
     with training.strategy.init_module() as part:
         model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    (made,) = training.prepare(Bundle.of([model, optimizer])).models
-    found = as_lists(training.strategy.state_dict(strategy_model(made)))
+    (prepared,) = training.prepare(Bundle.of([model, optimizer])).models
+    weights = as_lists(training.strategy.state_dict(strategy_model(prepared)))
     # Other devices generate other random numbers.
     compared = training.process.device.type == "cpu" and writes(training)
     stages = (part.stages, part.count) if isinstance(part, ModelPart) else ((), 0)
-    return {"weights": found if compared else expected, "expected": expected, "stages": stages}
+    return {"weights": weights if compared else expected, "expected": expected, "stages": stages}
 
 
 def look_at_start(case: Case) -> Answer:
     """Weights, buffers and random numbers after `prepare`, when each process has a different seed."""
     training = case.but(own_start=True).open()
-    bare: nn.Module = training.strategy.unwrap(training.made)
+    bare: nn.Module = training.strategy.unwrap(training.wrapped)
     return {
         "weights": training.weights(),
         "buffers": {name: buffer.tolist() for name, buffer in bare.named_buffers()},

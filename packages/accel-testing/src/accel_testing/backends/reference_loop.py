@@ -140,7 +140,7 @@ class Case:
         return loss_of(model, inputs, targets)
 
     def but(self, **changes: Any) -> Case:
-        """The same case with some fields changed."""
+        """A copy of the case with other values of some fields."""
         return replace(self, **changes)
 
 
@@ -384,7 +384,7 @@ class Training:
         return evaluated
 
     @property
-    def made(self) -> nn.Module:
+    def wrapped(self) -> nn.Module:
         """The strategy's model, inside the layers that transforms added."""
         return strategy_model(self.model)
 
@@ -472,13 +472,13 @@ class Training:
             if self.gradient.sync_gradients or not self.case.no_sync:
                 total += self._backward_once(inputs, targets, divisor)
             else:
-                with self.strategy.no_sync(self.made):
+                with self.strategy.no_sync(self.wrapped):
                     total += self._backward_once(inputs, targets, divisor)
         return total / len(parts)
 
     def _backward_once(self, inputs: Tensor, targets: Tensor, divisor: int) -> float:
         loss = self.loss(inputs, targets)
-        self.strategy.backward(loss / divisor, self.made)
+        self.strategy.backward(loss / divisor, self.wrapped)
         return loss.item()
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -537,12 +537,12 @@ class Training:
 
     def weights(self, model: nn.Module | None = None) -> dict[str, list[Any]]:
         """Full weights of a prepared model as plain lists, or of the first; empty if this process has none to write."""
-        state = self.strategy.state_dict(self.made if model is None else strategy_model(model))
+        state = self.strategy.state_dict(self.wrapped if model is None else strategy_model(model))
         return {name: value.tolist() for name, value in state.items()} if self.strategy.writes_weights() else {}
 
     def gradients(self) -> dict[str, list[Any]]:
         """Full gradients as plain lists, by their names in the user's model."""
-        return {name: gradient.tolist() for name, gradient in self.strategy.gradients(self.made).items()}
+        return {name: gradient.tolist() for name, gradient in self.strategy.gradients(self.wrapped).items()}
 
 
 def _full(tensor: Tensor) -> Tensor:
@@ -579,25 +579,25 @@ HALF = 2
 """Batches before the checkpoint."""
 
 
-def first_half(given: Case, folder: str) -> dict[str, Any]:
+def first_half(case: Case, folder: str) -> dict[str, Any]:
     """Train, write a checkpoint, and train further; return the saved weights and the losses after the checkpoint."""
-    training = Training(given)
-    training.train(list(batches(given))[:HALF])
+    training = Training(case)
+    training.train(list(batches(case))[:HALF])
     save_folder(folder, PreparedObjects([training.model], [training.optimizer]), training.strategy, training.process)
     barrier(training.process.transport, "wait_for_everyone")
     weights = training.weights()
-    return {"weights": weights, "losses": training.train(list(batches(given))[HALF:])[0]}
+    return {"weights": weights, "losses": training.train(list(batches(case))[HALF:])[0]}
 
 
-def second_half(given: Case, folder: str) -> dict[str, Any]:
+def second_half(case: Case, folder: str) -> dict[str, Any]:
     """Resume from the checkpoint with a model of other weights; return the same, or the error that loading raised."""
-    training = Training(given, make_model(9))
+    training = Training(case, make_model(9))
     contents = PreparedObjects([training.model], [training.optimizer])
     try:
         load_folder(folder, contents, training.strategy, training.process, allow_missing={"random_states"})
     except CheckpointError as error:
         return {"error": str(error)}
-    return {"weights": training.weights(), "losses": training.train(list(batches(given))[HALF:])[0]}
+    return {"weights": training.weights(), "losses": training.train(list(batches(case))[HALF:])[0]}
 
 
 # ---------------------------------------------------------------------- what tests compare with

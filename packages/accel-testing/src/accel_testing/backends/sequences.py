@@ -95,7 +95,7 @@ BY_BLOCK = FullyShardedDataParallelPlugin(
     2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["AttentionBlock"]
 )
 """FSDP settings that shard each block separately."""
-_CONFIGS: Final = {"fsdp1": dataclasses.replace(BY_BLOCK, fsdp_version=1), "fsdp2": BY_BLOCK}
+_CONFIGS_OF_BACKENDS: Final = {"fsdp1": dataclasses.replace(BY_BLOCK, fsdp_version=1), "fsdp2": BY_BLOCK}
 
 COMBINATIONS: list[tuple[Manifest, frozenset[str]]] = [
     (manifest, combination.axes)
@@ -124,7 +124,9 @@ def case_of(manifest: Manifest, axes: frozenset[str], *more: Transform) -> Case:
         sizes["sp_backend"] = "torch"
     transforms = (TensorParallel(PLAN), *more) if Axis.TENSOR in axes else more
     parallelism_config = ParallelismConfig(**sizes) if sizes else None
-    return Case(manifest, _CONFIGS.get(manifest.name), parallelism_config=parallelism_config, transforms=transforms)
+    return Case(
+        manifest, _CONFIGS_OF_BACKENDS.get(manifest.name), parallelism_config=parallelism_config, transforms=transforms
+    )
 
 
 def name_of(value: object) -> str | None:

@@ -11,9 +11,18 @@ from torch import Tensor
 
 from accel_plugins.bundle import Bundle
 from accel_state.errors import AccelError
-from accel_testing.backends.base import Run, SuiteBase, needs, with_the_kits_models
+from accel_testing.backends.base import (
+    Answer,
+    Run,
+    SuiteBase,
+    as_lists,
+    needs,
+    shard_of,
+    train,
+    with_the_kits_models,
+    writes,
+)
 from accel_testing.backends.reference_loop import Case, Plain, batches, loss_of, make_optimizer
-from accel_testing.backends.runs import Answer, as_lists, shard_of, train, writes
 
 __all__ = ("TrainingTests",)
 
@@ -21,11 +30,11 @@ __all__ = ("TrainingTests",)
 FOLLOWED = 13
 """Steps of runs that are compared step by step: at least two periods of up to six steps, and not a multiple of any."""
 
-_FOLLOWED: Final[tuple[dict[str, Any], ...]] = ({}, {"adam": True}, {"grouped": True}, {"accumulation": 2})
+_FOLLOWED_CASES: Final[tuple[dict[str, Any], ...]] = ({}, {"adam": True}, {"grouped": True}, {"accumulation": 2})
 """The runs that the author's reference follows."""
 
 
-_COMPARED: Final[dict[str, dict[str, Any]]] = {
+_COMPARED_OPTIMIZERS: Final[dict[str, dict[str, Any]]] = {
     "SGD": {},
     "Adam": {"adam": True},
     "groups with options": {"grouped": True},
@@ -45,7 +54,7 @@ class TrainingTests(SuiteBase):
     """Tests of whole runs: their losses and weights are those of one process, or of the author's reference."""
 
     @needs("exact_gradients")
-    @pytest.mark.parametrize("changes", _COMPARED.values(), ids=_COMPARED)
+    @pytest.mark.parametrize("changes", _COMPARED_OPTIMIZERS.values(), ids=_COMPARED_OPTIMIZERS)
     def test_training_equals_that_of_one_process(self, run: Run, changes: dict[str, Any]) -> None:
         """Losses, norms before clipping, and weights; also of what an engine declares as its own."""
         if "model" in changes and self.model != "usual":
@@ -63,15 +72,15 @@ class TrainingTests(SuiteBase):
         """The author's `reference`, with other optimizers and accumulation."""
         if type(self).reference is SuiteBase.reference:
             pytest.skip(f"the suite of {self.manifest.name} has no reference()")
-        for changes in _FOLLOWED:
+        for changes in _FOLLOWED_CASES:
             case = self.case(steps=FOLLOWED, **changes)
             answers = run(follow, case)
             batches = [answer["batches"] for answer in answers]
             for step in range(1, case.steps + 1):
                 expected = self.reference(case, [steps[:step] for steps in batches])
                 for answer, weights in zip(answers, expected, strict=True):
-                    found = answer["weights"][step - 1]
-                    assert not found or found == self.near(as_lists(weights)), f"after step {step} with {changes}"
+                    actual = answer["weights"][step - 1]
+                    assert not actual or actual == self.near(as_lists(weights)), f"after step {step} with {changes}"
 
     @pytest.mark.parametrize("adam", [False, True])
     def test_equal_data_on_all_processes_trains_as_one_process(self, run: Run, adam: bool) -> None:
@@ -217,8 +226,8 @@ def train_on_a_convex_loss(case: Case) -> Answer:
         group["lr"], group["momentum"] = 0.1, 0.0
 
     def loss() -> float:
-        with training.strategy.global_weights(training.made):
-            weights = training.strategy.state_dict(training.made)
+        with training.strategy.global_weights(training.wrapped):
+            weights = training.strategy.state_dict(training.wrapped)
             if not writes(training):
                 return 0.0
             plain = case.make()
@@ -234,14 +243,14 @@ def train_branches(case: Case) -> Answer:
     """Weights after steps in which each process uses the branch of its shard."""
     training = case.open()
     index = shard_of(training)[1]
-    branching: Any = training.strategy.unwrap(training.made)
+    branching: Any = training.strategy.unwrap(training.wrapped)
     branching.branch = index % 2
     training.train()
     return {"weights": training.weights(), "shard": index}
 
 
 def train_branches_plain(case: Case, shards: list[int]) -> Answer:
-    """`train_branches` in plain torch."""
+    """The weights that `train_branches` must return, trained by plain torch in one process."""
     model: Any = case.make()
     optimizer, count = make_optimizer(case, model), max(shards) + 1
     for inputs, targets in batches(case):
@@ -269,7 +278,7 @@ def several_models(case: Case) -> Answer:
 
 
 def several_models_plain(case: Case) -> list[dict[str, Any]]:
-    """`several_models` in plain torch."""
+    """The weights that `several_models` must return, trained by plain torch in one process."""
     models = [case.make(1), case.make(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.3) for model in models]
     for number, (inputs, targets) in enumerate(batches(case)):
@@ -283,7 +292,7 @@ def several_models_plain(case: Case) -> list[dict[str, Any]]:
 def join_uneven(case: Case) -> Answer:
     """Train when the second process has three batches more than the first."""
     training = case.open()
-    with training.strategy.join([training.made]):
+    with training.strategy.join([training.wrapped]):
         for _ in range(2 + 3 * training.process.rank):
             training.backward(next(iter(batches(case))))
             training.step()
@@ -296,7 +305,7 @@ def average(case: Case) -> Answer:
     with torch.no_grad():
         for parameter in training.model.parameters():
             parameter.fill_(float(training.process.rank))
-    training.strategy.average_parameters(training.made)
+    training.strategy.average_parameters(training.wrapped)
     return {"weights": training.weights(), "mean": (training.process.world_size - 1) / 2}
 
 

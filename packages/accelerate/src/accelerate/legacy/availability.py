@@ -32,8 +32,8 @@ _USE_XLA: Final = settings_of(XLASettings)["enabled"]
 def __getattr__(name: str) -> Any:
     if name != "USE_TORCH_XLA":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    given = read_setting(_USE_XLA)
-    return given is None or bool(given.value)
+    setting = read_setting(_USE_XLA)
+    return setting is None or bool(setting.value)
 
 
 def _library(module: str, versions: str = "", distribution: str = "") -> Callable[[], bool]:

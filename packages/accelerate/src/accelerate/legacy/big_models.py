@@ -153,9 +153,9 @@ def fallback_allocate(
             return name, module, [*before, *after]
         if isinstance(module, nn.Module) and type(module).__name__ not in (no_split_module_classes or ()):
             parts = [(f"{name}.{child}", inner) for child, inner in module.named_children()]
-            found, part, left = fallback_allocate(parts, module_sizes, limit, no_split_module_classes, ties)
-            if found is not None:
-                return found, part, [*before, *left, *after]
+            fitting, part, left = fallback_allocate(parts, module_sizes, limit, no_split_module_classes, ties)
+            if fitting is not None:
+                return fitting, part, [*before, *left, *after]
     return None, None, modules
 
 
@@ -194,16 +194,16 @@ def get_module_size_with_ties(
     """
     names, modules = list[str](), list[nn.Module]()
     for tied in tied_params:
-        found = next(((name, module) for name, module in modules_to_treat if tied.startswith(f"{name}.")), None)
-        if found is None:
+        owner = next(((name, module) for name, module in modules_to_treat if tied.startswith(f"{name}.")), None)
+        if owner is None:
             raise SettingError(
                 f"Cannot count the parameter {tied!r} with the module that shares it.",
                 "None of the given modules has it.",
                 "Pass the modules that have no device yet.",
             )
-        module_size += module_sizes[found[0]] - module_sizes[tied]
-        names.append(found[0])
-        modules.append(found[1])
+        module_size += module_sizes[owner[0]] - module_sizes[tied]
+        names.append(owner[0])
+        modules.append(owner[1])
     return module_size, names, modules
 
 

@@ -126,9 +126,9 @@ class ClusterConfig(BaseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for known in dataclasses.fields(self):
-            if known.name.endswith("_config") and getattr(self, known.name) is None:
-                setattr(self, known.name, {})
+        for field in dataclasses.fields(self):
+            if field.name.endswith("_config") and getattr(self, field.name) is None:
+                setattr(self, field.name, {})
 
 
 @dataclass
@@ -182,28 +182,28 @@ _CLASSES: dict[ComputeEnvironment, type[BaseConfig]] = {
 }
 
 
-def _path(given: str | None) -> str:
-    return default_path(os.environ) if given is None else str(given)
+def _path(path: str | None) -> str:
+    return default_path(os.environ) if path is None else str(path)
 
 
-def _tables(given: str | None) -> dict[str, Any]:
-    return read_tables(_path(given))
+def _tables(path: str | None) -> dict[str, Any]:
+    return read_tables(_path(path))
 
 
-def _read(cls: type[C], given: str | None) -> C:
-    path = _path(given)
-    values = cls.process_config(_tables(given))
-    known = {one.name: one for one in dataclasses.fields(cls)}
+def _read(cls: type[C], config_file: str | None) -> C:
+    path = _path(config_file)
+    values = cls.process_config(_tables(config_file))
+    fields = {one.name: one for one in dataclasses.fields(cls)}
     for key in values:
-        if key not in known:
+        if key not in fields:
             line = next((entry.line for entry in map(modern, read_document(path)) if entry.key.startswith(key)), 1)
-            near = closest(key, known)
+            near = closest(key, fields)
             raise SettingError(
                 f"Cannot read the config file {path}.",
                 f"{path}:{line} has the unknown key {key!r}.",
                 f"Did you mean {near!r}?" if near else "Remove the line.",
             )
-    missing = [name for name, one in known.items() if one.default is dataclasses.MISSING and name not in values]
+    missing = [name for name, one in fields.items() if one.default is dataclasses.MISSING and name not in values]
     if missing:
         obstacle = f"{', '.join(missing)} is missing in {path}."
         raise SettingError(f"Cannot read the config file {path}.", obstacle, "Write it with `accelerate config`.")

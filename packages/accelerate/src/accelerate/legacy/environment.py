@@ -235,8 +235,8 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     from accel_state.start import bind
 
     settings = from_environment(ProcessSettings)
-    given = None if settings.device is None or settings.cpu else torch.device(settings.device).index
-    index = local_process_index if given is None else given
+    own_index = None if settings.device is None or settings.cpu else torch.device(settings.device).index
+    index = local_process_index if own_index is None else own_index
     bind(wanted_family(settings), index, settings.debug if verbose is None else verbose)
 
 

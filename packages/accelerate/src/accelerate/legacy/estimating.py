@@ -104,38 +104,38 @@ def model_of(args: Namespace) -> nn.Module:
         library = check_has_model(error.__cause__)
         if library == "unknown":
             raise
-        asked = f"Cannot load the model {args.model_name!r} with {library}."
+        failure = f"Cannot load the model {args.model_name!r} with {library}."
         raise NoSuchModel(
-            asked, "The repository does not have a model for that library.", "Give --library_name."
+            failure, "The repository does not have a model for that library.", "Give --library_name."
         ) from error
 
 
 def _library_on_hub(model_name: str, library_name: str | None, access_token: str | None) -> str:
     """The library that a model of the Hub is for, which may be known before."""
-    asked = f"Cannot build the model {model_name!r} without its weights."
+    failure = f"Cannot build the model {model_name!r} without its weights."
     try:
-        told = verify_on_hub(model_name, access_token)
+        answer = verify_on_hub(model_name, access_token)
     except Exception:
         # With a known library, the model may be in the cache of a machine that does not reach the Hub.
         if library_name is None:
             raise
         return library_name
-    if told == "gated":
+    if answer == "gated":
         raise NoAccess(
-            asked,
+            failure,
             "Access to it is restricted on the Hub.",
             "Request access on the Hub, and log in with `hf auth login`.",
         )
-    if told == "repo":
-        raise NotFound(asked, "There is no such model on the Hub.", "Check its name; private models need a token.")
-    library = library_name or getattr(told, "library_name", None)
+    if answer == "repo":
+        raise NotFound(failure, "There is no such model on the Hub.", "Check its name; private models need a token.")
+    library = library_name or getattr(answer, "library_name", None)
     if library not in _LIBRARIES:
-        found = (
+        obstacle = (
             f"The Hub specifies the library {library}, which is not supported."
             if library
             else "The Hub does not specify its library."
         )
-        raise SettingError(asked, found, f"Give --library_name: {' or '.join(_LIBRARIES)}.")
+        raise SettingError(failure, obstacle, f"Give --library_name: {' or '.join(_LIBRARIES)}.")
     return str(library)
 
 

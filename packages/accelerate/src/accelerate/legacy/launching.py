@@ -103,13 +103,13 @@ def validate_launch_command(args: Namespace) -> tuple[Namespace, BaseConfig | No
     """
     request = _launch(args)
     check_request(request)
-    given: set[str] = getattr(args, "nondefault", set())
+    on_command_line: set[str] = getattr(args, "nondefault", set())
     read = request.config.values if request.config is not None else {}
-    for flag, known in settings_by_flag(launch_classes()).items():
-        value = read.get(label(known), _NOTHING).value
+    for flag, setting in settings_by_flag(launch_classes()).items():
+        value = read.get(label(setting), _NOTHING).value
         # What a file says of the CPU goes into `use_cpu`, so that `cpu` stays what the command line says.
-        if name_of(flag) not in (*given, "cpu") and value not in (None, ()):
-            as_text = isinstance(value, tuple) and default_of(known) is None
+        if name_of(flag) not in (*on_command_line, "cpu") and value not in (None, ()):
+            as_text = isinstance(value, tuple) and default_of(setting) is None
             setattr(args, name_of(flag), ",".join(value) if as_text else value)
     config = None if request.config is None else load_config_from_file(request.config.path)
     selection = request.selection
@@ -135,7 +135,7 @@ def validate_launch_command(args: Namespace) -> tuple[Namespace, BaseConfig | No
     for name, value in (*written.items(), *fallback.items()):
         if name not in _ABSENT and not isinstance(value, dict) and getattr(args, name, None) is None:
             setattr(args, name, value)
-    by_file = "mixed_precision" in read and "mixed_precision" not in given
+    by_file = "mixed_precision" in read and "mixed_precision" not in on_command_line
     return args, config, by_file
 
 

@@ -99,23 +99,23 @@ def name_of(flag: str) -> str:
     return _NAMES.get(name, name)
 
 
-def default_of(known: Setting) -> Any:
+def default_of(setting: Setting) -> Any:
     """The value of a setting's attribute in the original's namespace if the flag is not given."""
-    return _DEFAULTS.get(name_of(str(known.flag)), False if is_switch(known) else None)
+    return _DEFAULTS.get(name_of(str(setting.flag)), False if is_switch(setting) else None)
 
 
 def add_launch_arguments(parser: ArgumentParser) -> None:
     """Declare the options of `accelerate launch`, and the script with its arguments."""
     parser.add_argument("--config_file", help="Config file to read instead of the default one.")
-    for flag, known in settings_by_flag(launch_classes()).items():
-        to: dict[str, Any] = {"dest": name_of(flag), "default": default_of(known)}
-        if is_switch(known):
-            parser.add_argument(flag, action="store_true", help=_escaped(known.help), **to)
+    for flag, setting in settings_by_flag(launch_classes()).items():
+        to: dict[str, Any] = {"dest": name_of(flag), "default": default_of(setting)}
+        if is_switch(setting):
+            parser.add_argument(flag, action="store_true", help=_escaped(setting.help), **to)
             parser.add_argument(f"--no_{flag.removeprefix('--')}", action="store_false", help=SUPPRESS, **to)
             continue
         names = ("-t", flag) if flag == "--tee" else (flag,)
-        how: dict[str, Any] = {"action": "append"} if known.type is REPEATED else {"type": _reader(known)}
-        parser.add_argument(*names, help=_escaped(known.help), **to, **how)
+        how: dict[str, Any] = {"action": "append"} if setting.type is REPEATED else {"type": _reader(setting)}
+        parser.add_argument(*names, help=_escaped(setting.help), **to, **how)
     for flag in WITHOUT_EFFECT:
         parser.add_argument(flag, action="store_true", help="Has no effect.")
     for names, meaning in (
@@ -141,26 +141,26 @@ def own_arguments(args: Namespace) -> Namespace:
         script=[] if script is None else [script, *(getattr(args, "training_script_args", None) or ())],
         **{name: bool(getattr(args, name, False)) for name in ("quiet", "module", "no_python")},
     )
-    given = getattr(args, "nondefault", ())
-    for flag, known in settings_by_flag(launch_classes()).items():
-        name, default = name_of(flag), default_of(known)
+    changed = getattr(args, "nondefault", ())
+    for flag, setting in settings_by_flag(launch_classes()).items():
+        name, default = name_of(flag), default_of(setting)
         value = getattr(args, name, default)
-        if value is not None and (name in given or (value or None) != (default or None)):
-            setattr(own, destination(flag), list(value) if known.type is REPEATED else _text(value))
+        if value is not None and (name in changed or (value or None) != (default or None)):
+            setattr(own, destination(flag), list(value) if setting.type is REPEATED else _text(value))
     return own
 
 
-def _reader(known: Setting) -> Callable[[str], Any]:
+def _reader(setting: Setting) -> Callable[[str], Any]:
     """The function that converts an option's text to the original's type."""
-    default = default_of(known)
+    default = default_of(setting)
 
     def read(text: str) -> Any:
-        value = known.type.parse(text)
+        value = setting.type.parse(text)
         if default is not None and not isinstance(default, str):
             return type(default)(value)
         return value if default is None and type(value) in (int, float) else text
 
-    read.__name__ = known.type.name
+    read.__name__ = setting.type.name
     return read
 
 

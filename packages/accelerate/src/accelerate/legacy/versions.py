@@ -69,5 +69,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from packaging.version import Version
 
-    found = globals()[name] = Version(installed_version("torch") or "0")
-    return found
+    version = globals()[name] = Version(installed_version("torch") or "0")
+    return version

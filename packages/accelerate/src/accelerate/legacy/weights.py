@@ -45,8 +45,8 @@ def get_module_children_bottom_up(model: Module, return_fqns: bool = False) -> l
         model: the model.
         return_fqns: return pairs of name and module.
     """
-    found = list(_bottom_up(model, ""))
-    return found if return_fqns else [module for _, module in found]
+    modules = list(_bottom_up(model, ""))
+    return modules if return_fqns else [module for _, module in modules]
 
 
 def _bottom_up(module: Module, name: str) -> Iterator[tuple[str, Module]]:

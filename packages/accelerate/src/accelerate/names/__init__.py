@@ -159,7 +159,7 @@ def stub_path(address: str) -> str:
 
 def _resolved(sources: Mapping[str, str]) -> Iterator[tuple[str, Owner]]:
     for source, words in sources.items():
-        known = owners(source) if source in NAMES else None
-        for word in [name for name in known or () if name[0] != "_"] if words == "*" else words.split():
+        owned = owners(source) if source in NAMES else None
+        for word in [name for name in owned or () if name[0] != "_"] if words == "*" else words.split():
             old, _, ours = word.partition("=")
-            yield old, Owner(source, ours or old) if known is None else known[ours or old]
+            yield old, Owner(source, ours or old) if owned is None else owned[ours or old]
