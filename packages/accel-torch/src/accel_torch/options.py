@@ -322,7 +322,7 @@ def backend_config(configs: Mapping[str, Any]) -> Any:
 
     Raises:
         Conflict: there are several.
-        NotOffered: it is no settings object of an installed backend.
+        NotOffered: it is not a settings object of an installed backend.
     """
     chosen = without_none(configs)
     if len(chosen) > 1:

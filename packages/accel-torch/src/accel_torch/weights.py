@@ -37,7 +37,7 @@ def save_model(
 
     Raises:
         CheckpointError: a weight has no data, or a file cannot be written.
-        UnknownKind: it is no model.
+        UnknownKind: it is not a model.
     """
     if not isinstance(model, Module):
         raise UnknownKind(
