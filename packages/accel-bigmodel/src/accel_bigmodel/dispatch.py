@@ -492,7 +492,7 @@ class CpuOffload(ModelHook):
         self, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
     ) -> None:
         self.prev_module_hook = prev_module_hook
-        self.execution_device = resolve_device(_default() if execution_device is None else execution_device)
+        self.execution_device = resolve_device(best_family().name if execution_device is None else execution_device)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         return module.to("cpu")
@@ -502,11 +502,6 @@ class CpuOffload(ModelHook):
             self.prev_module_hook.offload()
         module.to(self.execution_device)
         return send_to_device(args, self.execution_device), send_to_device(kwargs, self.execution_device)
-
-
-def _default() -> torch.device:
-    family = best_family()
-    return torch.device(family.name)
 
 
 class UserCpuOffloadHook:
