@@ -27,7 +27,7 @@ from accel_bigmodel import (
     offload_state_dict,
     remove_hook_from_submodules,
 )
-from accel_bigmodel.dispatch import Place, attach_align_device_hook, attach_to_blocks
+from accel_bigmodel.dispatch import ModulePlace, attach_align_device_hook, attach_to_blocks
 from accel_bigmodel.prefetch import Block, BlockReader
 from accel_state.errors import NotOffered, SettingError, ShapeMismatch
 
@@ -511,6 +511,6 @@ def test_putting_hooks_on_runs_no_hooks_of_the_state_dict() -> None:
         module.register_state_dict_pre_hook(lambda *_: run.append(True))
     weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
     options = {"skip_keys": None, "reader": BlockReader()}
-    attach_to_blocks(model, {"": Place("cpu", offloaded=True)}, weights, False, (), options)
+    attach_to_blocks(model, {"": ModulePlace("cpu", offloaded=True)}, weights, False, (), options)
     assert not run
     assert torch.equal(model(IDS), expected)

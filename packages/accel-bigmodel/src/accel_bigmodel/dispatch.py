@@ -58,7 +58,7 @@ from accel_state.labels import DEVICE_MAP, HOOK
 
 __all__ = (
     "CpuOffload",
-    "Place",
+    "ModulePlace",
     "UserCpuOffloadHook",
     "attach_align_device_hook",
     "attach_to_blocks",
@@ -163,7 +163,7 @@ def dispatch_layout(
         return model
     main = main_device_of(device_map) if main_device is None else main_device
     places = {
-        name: Place(main, True) if is_offloaded(device, main) else Place(device, False)
+        name: ModulePlace(main, True) if is_offloaded(device, main) else ModulePlace(device, False)
         for name, device in device_map.items()
     }
     offloads = any(place.offloaded for place in places.values())
@@ -237,7 +237,7 @@ def _offloaded_weights(
     return OffloadedWeightsLoader(in_memory, offload_dir if others else None, offload_index or None, stored=stored)
 
 
-class Place(NamedTuple):
+class ModulePlace(NamedTuple):
     """Where a part of a model computes, and whether its weights are removed from it between forwards.
 
     Args:
@@ -274,7 +274,7 @@ def attach_align_device_hook(
         tied_params_map: copies of tied weights by device.
         reader: reads weights ahead for all these modules; a new one when None.
     """
-    place = Place(execution_device, offload)
+    place = ModulePlace(execution_device, offload)
     _Attachment(
         {},
         {},
@@ -287,7 +287,7 @@ def attach_align_device_hook(
 
 def attach_to_blocks(
     model: nn.Module,
-    places: Mapping[str, Place],
+    places: Mapping[str, ModulePlace],
     weights: Mapping[str, Tensor] | None,
     offload_buffers: bool,
     preload_classes: Collection[str],
@@ -307,8 +307,8 @@ def attach_to_blocks(
     outermost = next((place.device for place in places.values()), None)
     add_hook_to_module(model, OutermostHook(outermost, **options), append=True)
     modules = dict(model.named_modules(remove_duplicate=False))
-    of_modules: dict[int, Place] = {}
-    of_tensors: dict[int, dict[str, Place]] = {}
+    of_modules: dict[int, ModulePlace] = {}
+    of_tensors: dict[int, dict[str, ModulePlace]] = {}
     for name, place in places.items():
         if name in modules:
             of_modules[id(modules[name])] = place
@@ -334,8 +334,8 @@ class _Attachment:
         every_module: modules without direct tensors get a hook too, which moves their inputs.
     """
 
-    of_modules: Mapping[int, Place]
-    of_tensors: Mapping[int, Mapping[str, Place]]
+    of_modules: Mapping[int, ModulePlace]
+    of_tensors: Mapping[int, Mapping[str, ModulePlace]]
     weights: Mapping[str, Tensor] | None
     offload_buffers: bool
     preload_classes: Collection[str]
@@ -343,7 +343,7 @@ class _Attachment:
     every_module: bool = False
     visited: set[int] = field(default_factory=set)
 
-    def visit(self, name: str, module: nn.Module, around: Place | None = None) -> None:
+    def visit(self, name: str, module: nn.Module, around: ModulePlace | None = None) -> None:
         """Attach hooks to a module with this full name, and to those in it; `around` is the place of its parent."""
         if id(module) in self.visited:
             return
@@ -367,14 +367,14 @@ class _Attachment:
             if inner is not None:
                 self.visit(f"{name}.{child}" if name else child, inner, place)
 
-    def _preloads(self, module: nn.Module, place: Place) -> bool:
+    def _preloads(self, module: nn.Module, place: ModulePlace) -> bool:
         """Whether the hook of a module loads the weights of all its submodules, which have no other place."""
         if type(module).__name__ not in self.preload_classes or not (place.offloaded or not self.every_module):
             return False
         inside = list(module.modules())[1:]
         return bool(inside) and all(self.of_modules.get(id(part), place) == place for part in inside)
 
-    def _add(self, module: nn.Module, name: str, place: Place, **options: Any) -> None:
+    def _add(self, module: nn.Module, name: str, place: ModulePlace, **options: Any) -> None:
         """Add a hook to a module, after the hooks that it has."""
         weights = None if self.weights is None else PrefixedDataset(self.weights, f"{name}." if name else "")
         hook = AlignDevicesHook(
@@ -492,7 +492,7 @@ class CpuOffload(ModelHook):
         self, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
     ) -> None:
         self.prev_module_hook = prev_module_hook
-        self.execution_device = resolve_device(_default() if execution_device is None else execution_device)
+        self.execution_device = resolve_device(best_family().name if execution_device is None else execution_device)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         return module.to("cpu")
@@ -502,11 +502,6 @@ class CpuOffload(ModelHook):
             self.prev_module_hook.offload()
         module.to(self.execution_device)
         return send_to_device(args, self.execution_device), send_to_device(kwargs, self.execution_device)
-
-
-def _default() -> torch.device:
-    family = best_family()
-    return torch.device(family.name)
 
 
 class UserCpuOffloadHook:

@@ -303,14 +303,10 @@ def weight_file(folder: str | os.PathLike[str], name: str) -> Path:
     Raises:
         CheckpointError: the name refers to a path outside the folder.
     """
-    return Path(_path_of(folder, name))
-
-
-def _path_of(folder: str | os.PathLike[str], name: str) -> str:
     try:
         if not name or "/" in name:
             raise ValueError(f"{quoted(name)} is not the name of a file in the folder")
-        return path_inside(folder, f"{name}.dat", links_out=True)
+        return Path(path_inside(folder, f"{name}.dat", links_out=True))
     except ValueError as error:
         raise _bad(Path(folder), f"The name of a weight is not valid: {error}.") from error
 
@@ -347,7 +343,7 @@ def read_offload_index(folder: str | os.PathLike[str]) -> dict[str, dict[str, An
     except ValueError as error:
         raise _bad(path, f"It is damaged. {error}") from error
     for name in document:
-        _path_of(folder, name)
+        weight_file(folder, name)
     return document
 
 

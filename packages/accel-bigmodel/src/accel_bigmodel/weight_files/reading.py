@@ -101,10 +101,6 @@ class WeightSource:
     path: Path
     names: tuple[str, ...] | None = None
 
-    def load(self, device: str | int | torch.device = "cpu") -> dict[str, Any]:
-        """Load the weights by name, on `device`."""
-        return load_weights_file(self.path, device, self.names)
-
 
 def find_weights(path: str | os.PathLike[str]) -> tuple[WeightSource, ...]:
     """Find the files of the checkpoint at `path`.
@@ -157,7 +153,7 @@ def load_weights(path: str | os.PathLike[str], device: str | int | torch.device 
     """
     weights: dict[str, Any] = {}
     for source in find_weights(path):
-        weights.update(source.load(device))
+        weights.update(load_weights_file(source.path, device, source.names))
     return weights
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from accel_bigmodel.align import AlignDevicesHook, align_module_device, has_offloaded_params
 from accel_bigmodel.device_map import DISK, Device, DeviceMap, device_of_name, matching_entries, resolve_device
-from accel_bigmodel.dispatch import Place, attach_to_blocks, own_state
+from accel_bigmodel.dispatch import ModulePlace, attach_to_blocks, own_state
 from accel_bigmodel.hooks import add_hook_to_module
 from accel_bigmodel.offload import load_offloaded_weight, weight_file
 from accel_bigmodel.prefetch import BlockReader
@@ -68,7 +68,7 @@ def attach_align_device_hook_on_blocks(
     matching = matching_entries(module, {**devices, **offloads})
     attach_to_blocks(
         module,
-        {name: Place(devices[name], offloads.get(name, False)) for name in matching if name in devices},
+        {name: ModulePlace(devices[name], offloads.get(name, False)) for name in matching if name in devices},
         weights_map,
         offload_buffers,
         preload_module_classes or (),
