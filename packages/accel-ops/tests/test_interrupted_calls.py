@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from multiprocessing.pool import ThreadPool
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,6 +36,7 @@ from accel_ops.rng import synchronize_rng_states
 from accel_state import PartialState, current
 from accel_state.errors import AccelError, CollectiveError, NotReady, ShapeMismatch
 from accel_state.process import wait_for_everyone
+from accel_state.protocol import exchange
 from accel_state.protocol.call import HeaderCall
 from accel_state.protocol.exchange import HeaderExchange
 from accel_state.protocol.state import protocol_state
@@ -43,6 +46,23 @@ from accel_testing.processes import Processes
 
 LARGE = 200_000
 """Elements of a tensor that does not fit into a header."""
+
+
+def handle_signals_soon() -> None:
+    """In this process, give Python control often while it waits; each test waits until it handles a signal."""
+    mock.patch.object(exchange, "_WAIT_SLICE", timedelta(milliseconds=20)).start()
+
+
+@pytest.fixture(scope="module")
+def two(processes: Callable[[int], Processes]) -> Processes:
+    processes(2).run(handle_signals_soon)
+    return processes(2)
+
+
+@pytest.fixture(scope="module")
+def three(processes: Callable[[int], Processes]) -> Processes:
+    processes(3).run(handle_signals_soon)
+    return processes(3)
 
 
 class Stop(RuntimeError):

@@ -66,7 +66,13 @@ def train(case: Case, clip: float | None) -> dict[str, Any]:
 near = partial(near_to, rel=2e-4, abs=2e-5)
 
 
-@pytest.mark.parametrize("clip", [None, 0.05])
+def slow(*values: Any) -> Any:
+    """Values that meet each other in another case already."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+# The norms before clipping show each wrong gradient, its scale too.
+@pytest.mark.parametrize("clip", [slow(None), 0.05])
 @pytest.mark.parametrize(("manifest", "axes"), COMBINATIONS, ids=name_of)
 def test_losses_and_weights_are_those_of_one_process(
     four: Group, manifest: Manifest, axes: frozenset[Axis], clip: float | None
@@ -88,8 +94,13 @@ def test_copies_of_divided_tensors_and_parameters(processes: Callable[[int], Gro
         assert answer["norms"] == near(expected["norms"])
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize(("manifest", "axes"), [(DDP, (R, C)), (FSDP2, (S, T)), (FSDP2, (S, Q))])
+@pytest.mark.parametrize(
+    ("manifest", "axes", "offload"),
+    [
+        *((DDP, (R, C), False), (FSDP2, (S, T), True), (FSDP2, (S, Q), False)),
+        *(slow(DDP, (R, C), True), slow(FSDP2, (S, T), False), slow(FSDP2, (S, Q), True)),
+    ],
+)
 def test_blocks_may_be_recomputed_under_any_division(
     four: Group, manifest: Manifest, axes: tuple[Axis, ...], offload: bool
 ) -> None:
@@ -98,8 +109,14 @@ def test_blocks_may_be_recomputed_under_any_division(
     assert answers[0]["losses"] == near(reference(None)["losses"])
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize(("manifest", "axes"), [(DDP, (R, C)), (FSDP2, (S, T)), (FSDP2, (S, C)), (FSDP2, (R, Q))])
+@pytest.mark.parametrize(
+    ("manifest", "axes", "precision"),
+    [
+        *((DDP, (R, C), "fp16"), (FSDP2, (S, T), "bf16"), (FSDP2, (S, C), "fp16"), (FSDP2, (R, Q), "bf16")),
+        *(slow(DDP, (R, C), "bf16"), slow(FSDP2, (S, T), "fp16")),
+        *(slow(FSDP2, (S, C), "bf16"), slow(FSDP2, (R, Q), "fp16")),
+    ],
+)
 def test_mixed_precision_stays_near_it(four: Group, manifest: Manifest, axes: tuple[Axis, ...], precision: str) -> None:
     answers = four.run(train, case_of(manifest, frozenset(axes)).but(precision=precision), None)
 
@@ -150,8 +167,14 @@ def steps(training: Training) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-@pytest.mark.parametrize(("axes", "others"), [((S, T), (R, S)), ((T,), (S, T)), ((R, S), (S, C))])
+@pytest.mark.parametrize(
+    ("axes", "others", "kind"),
+    [
+        *(((S, T), (R, S), "SHARDED_STATE_DICT"), ((T,), (S, T), "FULL_STATE_DICT")),
+        *(slow((S, T), (R, S), "FULL_STATE_DICT"), slow((T,), (S, T), "SHARDED_STATE_DICT")),
+        *(slow((R, S), (S, C), "FULL_STATE_DICT"), ((R, S), (S, C), "SHARDED_STATE_DICT")),
+    ],
+)
 def test_a_checkpoint_loads_on_other_axes(
     four: Group, tmp_path: Path, kind: str, axes: tuple[Axis, ...], others: tuple[Axis, ...]
 ) -> None:
