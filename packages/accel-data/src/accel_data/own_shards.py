@@ -84,6 +84,8 @@ class OwnShardSource(Source):
             return local.open(own, replay)
         steps = local.skipped()[0] if at is None else at.steps
         state = None if at is None or at.base is None or not is_finished(at.base) else at.base
+        # A stream with a state of its own begins there from now on.
+        beginning = local if at is None or at.base is None else local.apart()
         batches = local.open(own, replay) if state is None else iter(())
         real = None if self.real is None or size is None else self.real - steps * size
         end_state = local.base_state if state is None else lambda: state
@@ -91,7 +93,7 @@ class OwnShardSource(Source):
 
         def earlier() -> Any:
             """The last batch before the steps of this epoch, of a stream that has ended."""
-            return first_batches(local, steps, replay or local.last_rng.state)[0][-1]
+            return first_batches(beginning, steps, replay or local.last_rng.state)[0][-1]
 
         if self.keeps_sizes:
             return _with_stand_ins(self._reader, self.drop_last, self.index)
