@@ -497,3 +497,45 @@ def test_a_stream_without_a_position_is_read_again_as_torchdata_does(processes: 
     other.load_state_dict(saved)
     assert [batch.tolist() for batch in other] == rest
     assert len(rest) == (8 if processes == 1 else 3)
+
+
+class Positioned(IterableDataset[int]):
+    """A stream that goes on where its loaded state says until the next epoch, also when it is read again."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.start, self.at = length, 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.start = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["at"]
+
+    def __iter__(self) -> Iterator[int]:
+        for self.at in range(self.start, self.length):  # noqa: B020 - the state is that of the loop
+            self.at += 1
+            yield self.at
+
+
+def resumed_unequal_streams() -> list[tuple[list[Any], list[Any]]]:
+    state, compared = PartialState(cpu=True), []
+    for steps in (1, 2, 3, 4):
+
+        def loader() -> Any:
+            plain = DataLoader(Positioned((4, 9)[state.process_index]), batch_size=2)
+            return prepare_data_loader(plain, use_stateful_dataloader=True, sharding="already")
+
+        rest, saved = rest_and_state(loader(), steps)
+        other = loader()
+        other.load_state_dict(saved)
+        compared.append((rest, [batch.tolist() for batch in other]))
+    return compared
+
+
+def test_a_stream_that_ended_before_a_resume_repeats_its_last_batch(two: Processes) -> None:
+    for compared in two.run(resumed_unequal_streams):
+        for straight, resumed in compared:
+            assert resumed == straight
