@@ -10,12 +10,12 @@ STEPS, LAYERS, WIDTH = 50, 4, 16
 
 METHOD: Final = (
     "Guard: CPU time of a step of 4 small layers that clips, with `StepGuard(spike=1e6)`, in rounds of 50; "
-    '"raw" is the same step with an Accelerator that has no guard.'
+    '"raw" is the same step with an Accelerator that has no guard. The gradients are below the limit, or scaled.'
 )
 
 
-def steps(*handlers: Any) -> Call:
-    """Training steps with an Accelerator."""
+def steps(limit: float, *handlers: Any) -> Call:
+    """Training steps with an Accelerator, which clips to a limit."""
     import torch
 
     from accel_torch import Accelerator
@@ -30,34 +30,28 @@ def steps(*handlers: Any) -> Call:
     def train() -> None:
         for _ in range(STEPS):
             accelerator.backward(model(inputs).square().mean())
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            accelerator.clip_grad_norm_(model.parameters(), limit)
             optimizer.step()
             optimizer.zero_grad()
 
     return train
 
 
-def guarded(scope: Scope) -> Call:
-    """Each step is judged."""
-    from accel_torch import StepGuard
+def work(limit: float) -> Work:
+    """Steps that are judged, beside those that are not."""
 
-    return steps(StepGuard(spike=1e6))
+    def guarded(scope: Scope) -> Call:
+        from accel_torch import StepGuard
 
+        return steps(limit, StepGuard(spike=1e6))
 
-def unguarded(scope: Scope) -> Call:
-    """No step is judged."""
-    return steps()
+    def unguarded(scope: Scope) -> Call:
+        return steps(limit)
+
+    return Work(guarded, raw=unguarded)
 
 
 CASES: Final = (
-    Case(
-        "guard of steps",
-        "judging a step that clips, one process",
-        "CPU us",
-        "ours - raw",
-        12.0,
-        Work(guarded, raw=unguarded),
-        METHOD,
-        STEPS,
-    ),
+    Case("guard of steps", "judging a step below the limit", "CPU us", "ours - raw", 12.0, work(1.0), METHOD, STEPS),
+    Case("guard of steps", "judging a step that is scaled", "CPU us", "ours - raw", 12.0, work(1e-3), METHOD, STEPS),
 )
