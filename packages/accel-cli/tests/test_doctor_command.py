@@ -217,7 +217,7 @@ def test_a_backend_whose_strategy_cannot_be_imported(accel, tmp_path):
     finished = accel("doctor", "--json", env={"PYTHONPATH": str(tmp_path)})
     told = [finding for finding in json.loads(finished.stdout) if finding["subject"] == "backends"]
     assert [finding["verdict"] for finding in told] == [WARNING]
-    assert told[0]["told"].startswith("torn of torn-package 1.0 could not be loaded: ModuleNotFoundError: No module")
+    assert told[0]["message"].startswith("torn of torn-package 1.0 could not be loaded: ModuleNotFoundError: No module")
     assert told[0]["remedy"] == "Repair, update or remove torn-package."
 
 
@@ -233,7 +233,7 @@ def test_a_backend_that_ends_the_probe_is_a_reason_to_remove_it(accel, tmp_path)
     )
     finished = accel("doctor", "--json", env={"PYTHONPATH": str(tmp_path)})
     (said,) = [finding for finding in json.loads(finished.stdout) if finding["subject"] == "backends"]
-    assert said["told"] == "Whether they can be loaded is not known: Exit code 7."
+    assert said["message"] == "Whether they can be loaded is not known: Exit code 7."
     assert "If that works, remove one after the other: " in said["remedy"]
     assert "torn-package" in said["remedy"]
 
@@ -248,9 +248,9 @@ def test_installed_packages_add_examinations(accel, tmp_path):
     (tmp_path / "looks-1.0.dist-info" / "entry_points.txt").write_text(points)
     finished = accel("doctor", "--json", env={"PYTHONPATH": str(tmp_path)})
     found = {finding["subject"]: finding for finding in json.loads(finished.stdout)}
-    assert found["fan"] == {"subject": "fan", "verdict": WARNING, "told": "It is loud.", "remedy": "Oil it."}
+    assert found["fan"] == {"subject": "fan", "verdict": WARNING, "message": "It is loud.", "remedy": "Oil it."}
     assert found["lost"]["verdict"] == WARNING
-    assert "looks 1.0" in found["lost"]["told"]
+    assert "looks 1.0" in found["lost"]["message"]
 
 
 @pytest.mark.parametrize("timeout", ["nan", "inf", "-1", "1e300"])

@@ -91,7 +91,7 @@ def test_devices_that_end_whoever_initialises_them_are_counted(accel, tmp_path):
     assert devices["devices"] == "did not answer: The query of torch failed: bus error"
     findings = json.loads(accel("doctor", "--json", env=variables).stdout)
     assert ("torch", "ok") in [(finding["subject"], finding["verdict"]) for finding in findings]
-    said = {finding["told"]: finding for finding in findings if finding["subject"] == "devices"}
+    said = {finding["message"]: finding for finding in findings if finding["subject"] == "devices"}
     assert any("2 simulated" in told for told in said)
     silent = said["The devices did not answer: The query of torch failed: bus error"]
     assert (silent["verdict"], silent["remedy"]) == ("warning", "Check their driver.")

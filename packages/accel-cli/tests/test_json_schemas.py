@@ -95,7 +95,7 @@ def test_the_output_of_the_doctor(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_schema_refuses_what_it_does_not_describe() -> None:
     wrong: list[tuple[str, Any]] = [
         ("runs-diff", {"runs": ["a"], "equal": True}),
-        ("doctor", [{"subject": "a", "verdict": "perhaps", "told": "", "remedy": ""}]),
+        ("doctor", [{"subject": "a", "verdict": "perhaps", "message": "", "remedy": ""}]),
         ("checkpoint-list", [{"name": 3}]),
         ("explain", [{"setting": "a"}]),
     ]

@@ -228,14 +228,14 @@ def test_a_script_that_does_not_exist_is_found_by_the_doctor(accel, named):
     finished = accel("doctor", "--json", "--", *named.split())
     (found,) = [finding for finding in json.loads(finished.stdout) if finding["subject"] == "script"]
     assert (finished.returncode, found["verdict"]) == (1, "error")
-    assert "There is no such file" in found["told"]
+    assert "There is no such file" in found["message"]
 
 
 def test_a_requirement_that_is_missing_is_found_by_the_doctor(accel, script, comet):
     finished = accel("doctor", "--json", "--", "--backend", "comet", script(""), env=comet)
     findings = {finding["subject"]: finding for finding in json.loads(finished.stdout)}
     assert (finished.returncode, findings["script"]["verdict"]) == (1, "ok")
-    assert "(--backend). The package 'no_such_engine' is not installed." in findings["backend"]["told"]
+    assert "(--backend). The package 'no_such_engine' is not installed." in findings["backend"]["message"]
 
 
 ORIGINS_READ = """

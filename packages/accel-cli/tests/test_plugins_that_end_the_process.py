@@ -52,7 +52,7 @@ def test_commands_list_it_as_broken(accel, tmp_path, plugin):
     rows = {row["name"]: row for row in json.loads(accel("backends", "--no_probe", "--json", env=env).stdout)}
     assert rows[plugin]["obstacle"] == REASONS[plugin]
     examined = accel("doctor", "--json", env=env)
-    broken = [one for one in json.loads(examined.stdout) if one["told"].startswith(plugin)]
+    broken = [one for one in json.loads(examined.stdout) if one["message"].startswith(plugin)]
     assert {one["subject"] for one in broken} == set(GROUPS)
     assert all(one["verdict"] == "warning" for one in broken)
 

@@ -20,7 +20,7 @@ __all__ = ("COMMAND", "CheckParity", "check")
 
 
 class CheckParity:
-    """The command; see `accel_cli.command.Command`."""
+    """Runs a script on several processes and on one, compares their steps, and prints the differences."""
 
     help = "check that several processes compute the same as one process"
     examples = ("train.py", "--processes 4 train.py --lr 0.01")

@@ -72,7 +72,7 @@ class PlanReport:
 
 
 class CheckPlan:
-    """The command; see `accel_cli.command.Command`."""
+    """Checks in one process whether a script builds, divides and fits on many ranks, and prints what each needs."""
 
     help = "check in one process whether a script builds, divides and fits on many"
     examples = ("--processes 64 --memory 80GiB train.py", "--processes 8 --ranks 3,7 train.py --lr 0.01")

@@ -88,7 +88,7 @@ class Outcome:
 
 
 class CheckResume:
-    """The command; see `accel_cli.command.Command`."""
+    """Runs a script without a break and from its checkpoints, and prints the first difference."""
 
     help = "check that a resumed run computes the same as an uninterrupted one"
     examples = ("train.py", '--at 7 --resume_args "--resume {checkpoint}" train.py')

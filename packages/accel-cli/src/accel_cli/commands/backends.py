@@ -42,7 +42,7 @@ _LEGEND: Final = (
 
 
 class Backends:
-    """The command; see `accel_cli.command.Command`."""
+    """Prints a table of the backends, and the traceback of each that failed."""
 
     help = "list the installed backends, their packages, and whether they work here"
     examples = ("", "--json")

@@ -14,7 +14,7 @@ __all__ = ("COMMAND", "CheckpointCommand")
 
 
 class CheckpointCommand:
-    """The command; see `accel_cli.command.Command`."""
+    """Passes its arguments on to one of the actions on a folder or a store."""
 
     help = "list, verify, prune, describe and copy checkpoints, in folders and on stores"
     examples = ("list runs/one", "prune runs/one --keep 2")

@@ -78,7 +78,7 @@ SHELLS: Final = ("bash", "zsh", "fish", "tcsh", "powershell")
 
 
 class Completion:
-    """The command; see `accel_cli.command.Command`."""
+    """Prints the completion script of a shell."""
 
     help = "print a completion script for a shell"
     examples = ("bash", "zsh")

@@ -17,7 +17,7 @@ __all__ = ("COMMAND", "Config")
 
 
 class Config:
-    """The command; see `accel_cli.command.Command`."""
+    """Writes a config file from answers to questions or with usual values, or prints one."""
 
     help = "write a config file, with or without questions, or show one"
     examples = ("", "show --config_file cluster.yaml")

@@ -20,7 +20,7 @@ _MAX_TIMEOUT_S: Final = 1_000_000
 
 
 class Doctor:
-    """The command; see `accel_cli.command.Command`."""
+    """Examines this machine, or connects to the others and compares them, and prints what is wrong."""
 
     help = "find problems of a run before it starts"
     examples = ("", "--nodes -- --config_file cluster.yaml")

@@ -48,7 +48,7 @@ _VARIABLE_NAMES: Final = ("FORK_LAUNCHED", "HF_HOME", "NODE_RANK", "RANK", "WORL
 
 
 class Env:
-    """The command; see `accel_cli.command.Command`."""
+    """Prints the report as text or as JSON."""
 
     help = "show versions and settings for a bug report"
     examples = ("", "--json")

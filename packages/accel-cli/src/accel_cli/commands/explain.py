@@ -90,7 +90,7 @@ def _differing(one: ResolvedSettings, other: ResolvedSettings) -> Iterator[str]:
 
 
 class Explain:
-    """The command; see `accel_cli.command.Command`."""
+    """Prints a table of settings with their sources, and what the launch would start."""
 
     help = "show the settings of a launch, the source of each, and the launcher"
     examples = ("-- --num_processes 4 --mixed_precision bf16", "--config_file one.yaml --diff other.yaml")

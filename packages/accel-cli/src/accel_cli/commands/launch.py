@@ -20,7 +20,7 @@ _PROG: Final = "accel launch"
 
 
 class Launch:
-    """The command; see `accel_cli.command.Command`."""
+    """Reads the options, prepares the launch and starts the script."""
 
     help = "start a script on one or many processes"
     examples = ("--num_processes 2 train.py", "--config_file cluster.yaml train.py")

@@ -178,7 +178,7 @@ def serve_tools(allow_start: bool) -> None:
 
 
 class ServeTools:
-    """The command; see `accel_cli.command.Command`."""
+    """Serves tools until the client leaves, if the SDK of the protocol is installed."""
 
     help = "serve run status, reports, settings and checks to a language model (MCP over stdio)"
     examples = ("", "--allow-start")

@@ -39,7 +39,7 @@ class Action(NamedTuple):
 
 
 class Runs:
-    """The command; see `accel_cli.command.Command`."""
+    """Passes its arguments on to one of the actions."""
 
     help = "show, compare, report, repeat and replay runs"
     examples = ("status", "list logs")

@@ -26,7 +26,7 @@ SCRIPTS: Final[PluginGroup[object]] = PluginGroup("accel.scripts", "script", own
 
 
 class Test:
-    """The command; see `accel_cli.command.Command`."""
+    """Launches the test script of an installed package, and reports whether it succeeded."""
 
     help = "test processes, collectives, loaders and training on this machine"
     examples = ("", "--config_file cluster.yaml -- --num_processes 4")

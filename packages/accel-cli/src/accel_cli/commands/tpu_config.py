@@ -20,7 +20,7 @@ _DEFAULT_PACKAGE: Final = "accel-torch"
 
 
 class TPUConfig:
-    """The command; see `accel_cli.command.Command`."""
+    """Runs commands through gcloud, or prints the command line."""
 
     help = "run commands on every machine of a TPU pod"
     examples = (
