@@ -124,9 +124,8 @@ def add_session(name: str, row: dict[str, Any]) -> None:
         work(session, row)
 
     session_of_row.__doc__ = row["sentence"]
-    own: Any = (
-        {"venv_backend": "virtualenv", "reuse_venv": True, "requires": ["base"]} if work is with_libraries else {}
-    )
+    before = ["base", *row.get("after", ())]
+    own: Any = {"venv_backend": "virtualenv", "reuse_venv": True, "requires": before} if work is with_libraries else {}
     nox.session(name=name, **own)(session_of_row)
 
 

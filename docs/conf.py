@@ -22,9 +22,12 @@ extensions = [
     "sphinx_design",
     "bars",
     "docstrings",
+    "first_results",
     "llms",
+    "navigation",
 ]
 exclude_patterns = ["examples", "extensions"]
+templates_path = ["templates"]
 
 # A link may name a heading, as it may where the repository is read.
 myst_heading_anchors = 4
@@ -55,6 +58,8 @@ VERSION = tomli.loads((Path(__file__).parents[1] / "packages/accel-torch/pyproje
     "project"
 ]["version"]
 
+version = release = VERSION
+
 html_theme = "furo"
 html_title = f"accel {VERSION}"
 html_logo = "_static/logo.svg"
@@ -62,6 +67,10 @@ html_theme_options = {
     "source_view_link": f"{REPOSITORY}/blob/main/docs/{{filename}}",
     "source_edit_link": f"{REPOSITORY}/edit/main/docs/{{filename}}",
 }
+# The theme's own parts, and below the search the version with its changes.
+SIDEBAR = ("brand", "search", "version", "scroll-start", "navigation", "scroll-end")
+html_sidebars = {"**": [f"sidebar/{part}.html" for part in SIDEBAR]}
+html_context = {"repository": REPOSITORY}
 html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]

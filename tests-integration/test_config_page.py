@@ -14,9 +14,10 @@ FILES = [block for block in PAGE.blocks if block.language == "yaml"]
 
 EXPECTED = {
     "ddp.yaml": {"num_processes": 2, "cpu": True, "mixed_precision": "bf16", "gradient_accumulation_steps": 4},
+    "eight.yaml": {"num_processes": 8, "mixed_precision": "bf16"},
     "fsdp2.yaml": {"num_processes": 8, "mixed_precision": "bf16"},
-    "axes.yaml": {"num_processes": 8},
     "deepspeed.yaml": {"num_processes": 8},
+    "axes.yaml": {"num_processes": 8},
     "machines.yaml": {"num_processes": 16, "main_process_port": 29500},
     "compile.yaml": {"num_processes": 2},
     "megatron.yaml": {"num_processes": 8},

@@ -47,7 +47,7 @@ def test_an_example_runs_as_its_first_lines_say(name: str, tmp_path: Path) -> No
     if missing := [library for library in libraries if importlib.util.find_spec(library) is None]:
         pytest.skip(f"needs {', '.join(missing)}")
     text = (FOLDER / name).read_text(encoding="utf-8")
-    (command,) = re.findall(rf"^    ((?:accel launch|torchrun|python) .*{name}.*)$", text, re.MULTILINE)
+    (command,) = re.findall(rf"^ *((?:accel launch|torchrun|python) .*{name}.*)$", text, re.MULTILINE)
     words = command.replace(name, str(FOLDER / name)).split()
     done = run_command(words, 500, env=ACTIVATED, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
