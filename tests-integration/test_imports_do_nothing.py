@@ -1,14 +1,16 @@
 """Importing a package only defines names: it opens no socket, starts no process and no thread, and writes no file.
 
-Each package is imported with all of its modules in a new interpreter, under an audit hook of Python and beside the
+Each package is imported with all of its modules in a process of its own, under an audit hook of Python and beside the
 system's own lists of threads and open sockets, which also show what extensions written in C do. torch and numpy are
-imported first: what they do themselves (numpy starts the threads of its OpenBLAS) is not of this project.
+imported first, once, in the process that these are forked from: what they do themselves (numpy starts the threads of
+its OpenBLAS) is not of this project.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,27 +43,46 @@ def sockets():
     targets = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
     return [target for target in targets if os.path.islink(target) and os.readlink(target).startswith("socket:")]
 
-for name in filter(None, sys.argv[2].split(",")):
-    import_module(name)
-before = threads(), dict(os.environ)
-sys.addaudithook(audit)
-package = import_module(sys.argv[1])
-exec(sys.argv[3])
-imported = 0
-for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-    if not found.name.endswith("__main__"):
+def check(name, first, planted):
+    for one in filter(None, first.split(",")):
+        import_module(one)
+    before = threads(), dict(os.environ)
+    sys.addaudithook(audit)
+    package = import_module(name)
+    exec(planted)
+    imported = 0
+    for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not found.name.endswith("__main__"):
+            try:
+                import_module(found.name)
+                imported += 1
+            except ImportError:
+                pass  # The engine of this module is not installed.
+    assert seen == [], seen
+    assert (threads(), dict(os.environ)) == before, "a thread was started, or the environment changed"
+    assert sockets() == [], "a socket is open"
+    assert imported > 0
+
+import numpy, torch
+print("ready", flush=True)
+for line in sys.stdin:
+    name, first, planted, folder = line.rstrip("\\n").split("|")
+    child = os.fork()
+    if child == 0:
+        os.chdir(folder)
+        code = 1
         try:
-            import_module(found.name)
-            imported += 1
-        except ImportError:
-            pass  # The engine of this module is not installed.
-assert seen == [], seen
-assert (threads(), dict(os.environ)) == before, "a thread was started, or the environment changed"
-assert sockets() == [], "a socket is open"
-print(imported)
+            check(name, first, planted)
+            code = 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
-FIRST = {"accel_check": "torch,numpy,torch.distributed._tools.mem_tracker"}
+FIRST = {"accel_check": "torch.distributed._tools.mem_tracker"}
 """What is imported before a package, if it is more than torch and numpy: this module of torch makes a folder."""
 
 WRITERS = {
@@ -74,23 +95,53 @@ WRITERS = {
 }
 
 
-def import_under_audit(package: str, folder: Path, planted: str = "") -> subprocess.CompletedProcess[str]:
-    """Imports all modules of a package in a new interpreter that keeps no bytecode, in an empty folder."""
-    first = FIRST.get(package, "torch,numpy")
-    command = [sys.executable, "-B", "-c", AUDITED, package, first, planted]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+class Audited:
+    """An interpreter that keeps no bytecode and has imported torch and numpy, which forks a process for each import."""
+
+    def __init__(self, errors: Path) -> None:
+        self.errors = errors
+        with errors.open("w") as written:
+            self.process = subprocess.Popen(
+                [sys.executable, "-B", "-c", AUDITED],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=written,
+                text=True,
+            )
+        assert self._answer() == "ready"
+
+    def code(self, package: str, folder: Path, planted: str = "") -> int:
+        """The exit code of a process that imports all modules of a package, in an empty folder."""
+        assert self.process.stdin is not None
+        print(package, FIRST.get(package, ""), planted, folder, sep="|", file=self.process.stdin, flush=True)
+        return int(self._answer())
+
+    def _answer(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def end(self) -> None:
+        self.process.communicate()
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads and sockets are read from /proc")
+@pytest.fixture(scope="module")
+def audited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Audited]:
+    started = Audited(tmp_path_factory.mktemp("audited") / "errors")
+    yield started
+    started.end()
+
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads and sockets are read from /proc")
+
+
 @pytest.mark.parametrize("package", PACKAGES)
-def test_an_import_opens_no_socket_starts_nothing_and_writes_nothing(package: str, tmp_path: Path) -> None:
-    done = import_under_audit(package, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) > 0
+def test_an_import_opens_no_socket_starts_nothing_and_writes_nothing(
+    package: str, audited: Audited, tmp_path: Path
+) -> None:
+    assert audited.code(package, tmp_path) == 0, audited.errors.read_text()
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads and sockets are read from /proc")
 @pytest.mark.parametrize("planted", WRITERS.values(), ids=list(WRITERS))
-def test_the_audit_sees_what_it_looks_for(planted: str, tmp_path: Path) -> None:
-    assert import_under_audit("accel_tracking", tmp_path, planted=planted).returncode == 1
+def test_the_audit_sees_what_it_looks_for(planted: str, audited: Audited, tmp_path: Path) -> None:
+    assert audited.code("accel_tracking", tmp_path, planted=planted) == 1

@@ -19,6 +19,8 @@ from xml.etree import ElementTree
 
 SERVED = Path(__file__).parent / "served"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+# Some tests are named for members of a set.
+REPEATABLE = {"PYTHONHASHSEED": "0"}
 OPTIONS = ("-q", "--tb=short", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:randomly")
 
 
@@ -33,7 +35,7 @@ def shipped_tests(library: str, where: Path) -> list[Path]:
 
 def outcomes(python: str, original: str, here: Path, arguments: list[str]) -> dict[tuple[str, str], str]:
     """How each test ends with one Python; only `accelerate.test_utils` is always that of the original."""
-    environment = {**os.environ, **OFFLINE, "PYTHONPATH": str(SERVED), "ACCEL_ORIGINAL_PYTHON": original}
+    environment = {**os.environ, **OFFLINE, **REPEATABLE, "PYTHONPATH": str(SERVED), "ACCEL_ORIGINAL_PYTHON": original}
     alone = ("-c", os.devnull, "--rootdir", str(here), "--continue-on-collection-errors", "--junitxml=outcomes.xml")
     done = subprocess.run(
         [python, "-m", "pytest", *arguments, *OPTIONS, *alone], cwd=here, env=environment, check=False

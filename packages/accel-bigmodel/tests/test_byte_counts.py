@@ -43,9 +43,9 @@ def test_what_is_no_size_is_refused_with_the_value(text: object) -> None:
         (0, "0 bytes"),
         (0.12345, "0.12 bytes"),
         (1023, "1023 bytes"),
-        (1024, "1.0 KB"),
-        (10**9, "953.67 MB"),
-        (10**18, "888.18 PB"),
+        (1024, "1.0 KiB"),
+        (10**9, "953.67 MiB"),
+        (10**18, "888.18 PiB"),
     ],
 )
 def test_sizes_for_people(count: float, text: str) -> None:

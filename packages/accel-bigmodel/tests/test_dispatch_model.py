@@ -27,11 +27,7 @@ from accel_bigmodel import (
     offload_state_dict,
     remove_hook_from_submodules,
 )
-from accel_bigmodel.attach import (
-    attach_align_device_hook,
-    attach_align_device_hook_on_blocks,
-    attach_execution_device_hook,
-)
+from accel_bigmodel.dispatch import Place, attach_align_device_hook, attach_to_blocks
 from accel_bigmodel.prefetch import Block, BlockReader
 from accel_state.errors import NotOffered, SettingError, ShapeMismatch
 
@@ -139,18 +135,6 @@ def test_names_that_an_offloaded_model_lacks_are_ignored(tmp_path: Path, tie: bo
     offload_state_dict(tmp_path, {**model.state_dict(), "lm_head.weight": torch.ones(1)})
     with pytest.warns(UserWarning, match=r"of Net: lm_head\. They are ignored"):
         dispatch_model(model, {"lm_head": "cpu", "": "disk"}, "cpu", offload_dir=tmp_path)
-    assert model.head.weight.is_meta
-    assert torch.equal(model(IDS), expected)
-
-
-def test_hooks_of_names_that_the_model_lacks_are_not_attached() -> None:
-    model, expected = made()
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.warns(UserWarning, match=r"of Net: lm_head, tail\. They are ignored") as told:
-        attach_align_device_hook_on_blocks(
-            model, {"": "cpu", "lm_head": "cpu"}, {"": True, "tail": True}, weights_map=weights
-        )
-    assert told[0].filename == __file__
     assert model.head.weight.is_meta
     assert torch.equal(model(IDS), expected)
 
@@ -400,16 +384,6 @@ def test_taking_hooks_off_brings_weights_back() -> None:
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
-def test_every_module_with_weights_computes_on_its_device() -> None:
-    model, expected = made()
-    attach_execution_device_hook(model, "cpu", preload_module_classes=["Sequential"])
-    hooked = [name for name, module in model.named_modules() if hasattr(module, "_hf_hook")]
-    assert hooked == ["", "embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]
-    assert torch.equal(model(IDS), expected)
-    remove_hook_from_submodules(model)
-    assert torch.equal(model(IDS), expected)
-
-
 def test_shared_modules_are_hooked_once_and_compute_the_same(tmp_path: Path) -> None:
     layer = nn.Linear(8, 8)
     model = nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(8, 8))
@@ -536,6 +510,7 @@ def test_putting_hooks_on_runs_no_hooks_of_the_state_dict() -> None:
     for module in model.modules():
         module.register_state_dict_pre_hook(lambda *_: run.append(True))
     weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
-    attach_align_device_hook_on_blocks(model, {"": "cpu"}, {"": True}, weights_map=weights)
+    options = {"skip_keys": None, "reader": BlockReader()}
+    attach_to_blocks(model, {"": Place("cpu", offloaded=True)}, weights, False, (), options)
     assert not run
     assert torch.equal(model(IDS), expected)

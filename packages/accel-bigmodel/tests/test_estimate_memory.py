@@ -65,20 +65,20 @@ def test_a_class_in_a_file_is_estimated(tmp_path: Path, capsys: pytest.CaptureFi
     )
     header, full, small = capsys.readouterr().out.splitlines()
     assert header.split("  ")[0] == "dtype"
-    assert re.split(r"\s{2,}", full)[1:] == ["74.51 GB (second)", "111.76 GB", "447.03 GB"]
-    assert "27.94 GB" in small
+    assert re.split(r"\s{2,}", full)[1:] == ["74.51 GiB (second)", "111.76 GiB", "447.03 GiB"]
+    assert "27.94 GiB" in small
     assert "not trained" in small
 
 
 def test_a_constructor_that_needs_values_gets_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "schedule_net.py").write_text(SOURCE)
     call(f"{tmp_path / 'schedule_net.py'}:Schedule", "--dtypes", "float32")
-    assert "1.0 KB (layer)" in capsys.readouterr().out
+    assert "1.0 KiB (layer)" in capsys.readouterr().out
 
 
 def test_a_class_of_an_installed_package_is_estimated(capsys: pytest.CaptureFixture[str]) -> None:
     call("torch.nn:Linear", "--arguments", '{"in_features": 256, "out_features": 256, "bias": false}')
-    assert "256.0 KB" in capsys.readouterr().out
+    assert "256.0 KiB" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_local_config_is_built_by_transformers(
     monkeypatch.setitem(sys.modules, "transformers", library)
     (tmp_path / "config.json").write_text('{"model_type": "x", "width": 512}')
     call(tmp_path, "--dtypes", "float32")
-    assert "1.0 MB" in capsys.readouterr().out
+    assert "1.0 MiB" in capsys.readouterr().out
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(Missing, match="transformers"):
         call(tmp_path)
@@ -170,7 +170,7 @@ def test_a_script_that_parses_arguments_does_not_see_those_of_the_command(
     monkeypatch.setattr(sys, "argv", words)
     before = list(sys.path)
     call(name, "--dtypes", "float32", *library)
-    assert "1.0 KB (layer)" in capsys.readouterr().out
+    assert "1.0 KiB (layer)" in capsys.readouterr().out
     assert (sys.argv, sys.path) == (words, before)
 
 

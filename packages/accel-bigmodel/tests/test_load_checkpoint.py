@@ -18,7 +18,6 @@ from accel_bigmodel import (
     init_empty_weights,
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
-    load_state_dict,
     save_weights,
 )
 from accel_state.errors import CheckpointError, Missing, SettingError, ShapeMismatch
@@ -71,6 +70,15 @@ def test_checkpoints_load_into_empty_models(
     model = load_checkpoint_and_dispatch(empty(tie), tmp_path, device_map, {"cpu": "1GB"}, strict=True)
     assert torch.equal(output(model), expected)
     assert not tie or model.head.weight is model.embed.weight
+
+
+def test_weights_that_only_the_model_has_are_offloaded_with_those_of_the_checkpoint(tmp_path: Path) -> None:
+    model, expected = saved(tmp_path / "whole")
+    weights = {name: weight for name, weight in model.state_dict().items() if not name.startswith("head")}
+    save_weights(weights, tmp_path / "checkpoint")
+    load_checkpoint_and_dispatch(model, tmp_path / "checkpoint", {"": "disk"}, offload_folder=tmp_path / "offloaded")
+    assert model.head.weight.is_meta
+    assert torch.equal(output(model), expected)
 
 
 def mapped_from(tensor: torch.Tensor) -> str | None:
@@ -307,18 +315,6 @@ def test_a_name_on_the_hub_is_fetched(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(Missing, match="huggingface"):
         load_checkpoint_in_model(empty(), "org/name")
-
-
-@pytest.mark.parametrize("safe", [True, False])
-def test_one_file_as_a_state_dict_with_and_without_devices(tmp_path: Path, safe: bool) -> None:
-    model, _ = saved(tmp_path, safe=safe)
-    file = tmp_path / ("model.safetensors" if safe else "pytorch_model.bin")
-    for device_map in (None, {"": "cpu", "head": "disk"}, {"embed": "cpu"}):
-        state = load_state_dict(file, device_map)
-        assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
-    assert load_state_dict(file, {"head": "meta"})["head.weight"].is_meta
-    with pytest.raises(SettingError, match="99"):
-        load_state_dict(file, {"head": 99})
 
 
 def from_the_first(folder: str, elsewhere: str, meta: bool) -> list[float]:

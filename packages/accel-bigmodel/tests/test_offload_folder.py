@@ -126,7 +126,7 @@ def test_weights_left_in_safetensors_files_are_found(tmp_path: Path) -> None:
 
 
 def test_an_offloader_needs_something_to_look_at() -> None:
-    with pytest.raises(SettingError, match="Neither"):
+    with pytest.raises(SettingError, match="neither state_dict"):
         OffloadedWeightsLoader()
 
 

@@ -29,15 +29,15 @@ from accel_bigmodel import (
     init_on_device,
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
-    load_state_dict,
+    load_weights_file,
     loading,
     prefetch,
     remove_hook_from_submodules,
     save_weights,
     set_module_tensor_to_device,
 )
-from accel_bigmodel.attach import attach_execution_device_hook
 from accel_bigmodel.device_map import resolve_device
+from accel_bigmodel.dispatch import attach_align_device_hook
 from accel_bigmodel.prefetch import BlockReader
 from accel_state.errors import SettingError
 from accel_testing.simulated_device import NAME, POSSIBLE, simulated_device
@@ -321,8 +321,7 @@ def test_models_and_weights_are_made_and_loaded_there(tmp_path: Path) -> None:
     report = load_checkpoint_in_model(model, tmp_path)
     assert report.missing == []
     assert torch.equal(model.head.weight.cpu(), reference.head.weight)
-    state = load_state_dict(tmp_path / "model.safetensors", {"": "cpu", "head": 1})
-    assert (state["head.weight"].device, state["scale"].device.type) == (SECOND, "cpu")
+    assert load_weights_file(tmp_path / "model.safetensors", SECOND)["head.weight"].device == SECOND
     loader = OffloadedWeightsLoader(
         index={"scale": {"safetensors_file": str(tmp_path / "model.safetensors")}}, device=FIRST
     )
@@ -339,7 +338,7 @@ def test_layers_cast_on_the_device() -> None:
 
 def test_inputs_follow_the_weights() -> None:
     model, expected = made(blocks=1)
-    attach_execution_device_hook(model, 1)
+    attach_align_device_hook(model, 1)
     assert torch.allclose(model(IDS).cpu(), expected, atol=1e-6)
     assert device_of(model, "head.weight") == SECOND
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -65,16 +66,23 @@ def test_a_tied_weight_has_the_file_of_the_name_that_the_file_holds(tmp_path: Pa
     model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 4, bias=False))
     model[1].weight = model[0].weight
     layout = layout_of(model, {"": "disk"})
-    assert layout.offload_index() == {}
-    path = tmp_path / "model.safetensors"
-    filled = layout.with_files({"0.weight": stored(path, "0.weight")})
-    entry = {"safetensors_file": str(path), "weight_name": "0.weight"}
-    assert filled.offload_index() == {"0.weight": entry, "1.weight": entry}
+    assert layout.in_safetensors("disk") == {}
+    weight = stored(tmp_path / "model.safetensors", "0.weight")
+    filled = layout.with_files({"0.weight": weight})
+    assert filled.in_safetensors("disk") == {"0.weight": weight, "1.weight": weight}
+    assert filled.in_safetensors("cpu") == {}
 
 
-def test_an_index_is_empty_unless_each_weight_on_the_disk_is_in_a_safetensors_file(tmp_path: Path) -> None:
+def test_only_weights_in_safetensors_files_stay_in_them(tmp_path: Path) -> None:
     layout = layout_of(nn.Linear(2, 4), {"": "disk"})
     safe = stored(tmp_path / "model.safetensors", "weight")
     pickled = stored(tmp_path / "pytorch_model.bin", "bias")
-    assert layout.with_files({"weight": safe, "bias": pickled}).offload_index() == {}
-    assert layout.with_files({"weight": safe}).offload_index() == {}
+    assert layout.with_files({"weight": safe, "bias": pickled}).in_safetensors("disk") == {"weight": safe}
+
+
+def test_a_copied_weight_maps_its_file_again(tmp_path: Path) -> None:
+    save_weights_file({"weight": torch.arange(10_000)}, tmp_path / "model.safetensors")
+    weight = open_weights([WeightSource(tmp_path / "model.safetensors")])["weight"]
+    pickled = pickle.dumps(weight)
+    assert len(pickled) < 1000
+    assert torch.equal(pickle.loads(pickled).mapped(), torch.arange(10_000))

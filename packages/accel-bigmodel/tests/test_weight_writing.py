@@ -198,7 +198,7 @@ def test_a_full_disk_is_a_typed_error_and_keeps_the_old_file(tmp_path: Path, nam
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
-        with pytest.raises(CheckpointError, match=rf"{name}' \(7\.81 KB\)"):
+        with pytest.raises(CheckpointError, match=rf"{name}' \(7\.81 KiB\)"):
             save_weights_file({"a": torch.zeros(2000)}, tmp_path / name)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

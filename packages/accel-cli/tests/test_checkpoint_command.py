@@ -206,7 +206,7 @@ def test_an_empty_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_sizes_and_ages() -> None:
-    assert [shown_size(size) for size in (0, 999, 1500, 2_500_000)] == ["0 B", "999 B", "1.5 KB", "2.5 MB"]
+    assert [shown_size(size) for size in (0, 999, 1500, 2_500_000)] == ["0 B", "999 B", "1.5 KiB", "2.4 MiB"]
     ages = [shown_age(time.time() - ago) for ago in (-5, 30, 600, 7200, 200_000)]
     assert ages == ["0 s", "30 s", "10 min", "2 h", "2 d"]
 

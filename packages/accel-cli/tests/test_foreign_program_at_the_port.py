@@ -10,6 +10,8 @@ from accel_cli.launch.addresses import seat_at
 from accel_cli.launch.port import Port
 from accel_state.errors import SettingError
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 # The attacker is this library without the secret: it behaves as the process that it replaces would.
 SCRIPT = """
     import os, subprocess, sys
@@ -83,6 +85,7 @@ def test_a_port_is_not_announced_by_a_name(accel, script):
     assert finished.stdout == "False\nFalse\n", finished.stderr
 
 
+@pytest.mark.usefixtures("new_python")
 def test_the_secret_and_the_port_are_on_no_command_line(accel, script):
     body = """
         import os

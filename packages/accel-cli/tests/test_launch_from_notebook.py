@@ -13,6 +13,8 @@ from accel_cli.launch.notebook import debug_launcher, notebook_launcher
 from accel_state.errors import SettingError
 from accel_testing.processes import run_command
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 
 @pytest.fixture
 def notebook(tmp_path):

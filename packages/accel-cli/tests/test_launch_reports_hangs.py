@@ -13,6 +13,8 @@ from accel_cli.launch.hangs import HangWatch
 from accel_state.watch.record import StatusRecord
 from accel_state.watch.status import RankStatus
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 WAITS = """
     import os, time
     from accel_state.process import PartialState

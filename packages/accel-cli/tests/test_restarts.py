@@ -140,6 +140,17 @@ def test_bad_steps_are_repeated_as_their_cause_allows():
     assert policy.decide(failure("hardware", 30, "NonFiniteStep")).restart
 
 
+def test_the_same_samples_are_not_blamed_for_the_numerics():
+    def spike(step):
+        return Cause("numerics", 0, Fingerprint("SpikeStep", "a.py:1 in f", step, ("40", "41")), "bad")
+
+    policy = RestartPolicy("auto", 20)
+    assert policy.decide(spike(4)).restart
+    assert policy.decide(spike(9)).restart
+    reason = "the same failure occurred again without progress; samples in use: 40, 41"
+    assert policy.decide(spike(9)) == Decision(False, reason)
+
+
 def failure(kind="killed", step=0, name="SIGKILL"):
     return Cause(kind, 1, Fingerprint(name, step=step), "")
 

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 
 def test_two_processes_run_and_agree_on_their_world(accel, script):
     body = script("import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['ACCELERATE_USE_CPU'])")
@@ -45,6 +47,7 @@ def test_a_death_by_signal_keeps_its_exit_code(accel, script):
 WAIT = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 
 
+@pytest.mark.usefixtures("new_python")
 def test_asked_to_end_it_ends_its_processes(start, script, gone):
     background = start("launch", "--launcher", "torchrun", "--num_processes", "2", script(WAIT))
     pids = list(map(int, background.lines(2)))
@@ -57,6 +60,7 @@ def test_asked_to_end_it_ends_its_processes(start, script, gone):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends the children of a killed process")
+@pytest.mark.usefixtures("new_python")
 def test_no_process_outlives_a_killed_agent(start, script, gone):
     background = start("launch", "--launcher", "torchrun", "--num_processes", "2", script(WAIT))
     pids = list(map(int, background.lines(2)))

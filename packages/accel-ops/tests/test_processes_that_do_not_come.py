@@ -334,6 +334,7 @@ gather(torch.ones(1))
 """
 
 
+@pytest.mark.usefixtures("preloaded_python")
 def test_a_launcher_that_ends_the_survivors_lets_them_report_first(tmp_path: Path) -> None:
     script = tmp_path / "eval.py"
     script.write_text(textwrap.dedent(SCRIPT), encoding="utf-8")

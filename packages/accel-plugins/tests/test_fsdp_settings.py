@@ -141,14 +141,14 @@ def test_names_of_blocks_become_a_policy_for_a_model() -> None:
     model: Any = make_model()
     model._no_split_modules = ["Linear"]
     plugin = Plugin(2, auto_wrap_policy="transformer_based_wrap")
-    named = blocks_to_shard(model, plugin)
+    named = blocks_to_shard(model, plugin.policy_for(model))
     plugin.set_auto_wrap_policy(model)
 
     assert isinstance(plugin.auto_wrap_policy, functools.partial)
     assert plugin.auto_wrap_policy.func is transformer_auto_wrap_policy
     assert plugin.auto_wrap_policy.keywords == {"transformer_layer_cls": {nn.Linear}}
     assert plugin.transformer_cls_names_to_wrap == ["Linear"]
-    assert set(blocks_to_shard(model, plugin)) == set(named)
+    assert set(blocks_to_shard(model, plugin.policy_for(model))) == set(named)
     assert named
 
 
@@ -157,24 +157,26 @@ def test_a_size_becomes_a_policy_and_none_makes_no_blocks() -> None:
     plugin = Plugin(1, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=50)
     plugin.set_auto_wrap_policy(model)
     assert plugin.auto_wrap_policy.keywords == {"min_num_params": 50}
-    assert blocks_to_shard(model, plugin)
+    assert blocks_to_shard(model, plugin.policy_for(model))
     nothing = Plugin(1, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=0)
-    assert blocks_to_shard(model, nothing) == []
+    assert blocks_to_shard(model, nothing.policy_for(model)) == []
     nothing.set_auto_wrap_policy(model)
     assert nothing.auto_wrap_policy is None
 
 
 def test_attention_is_never_taken_apart_by_size() -> None:
     model = nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8))
-    blocks = blocks_to_shard(model, Plugin(2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=60))
+    plugin = Plugin(2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=60)
+    blocks = blocks_to_shard(model, plugin.policy_for(model))
     assert blocks == [model[1]]
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_custom_policy_with_settings_for_single_blocks_is_refused(version: int) -> None:
     policy = CustomPolicy(lambda module: {"forward_prefetch": True} if isinstance(module, nn.Linear) else False)
+    plugin, model = Plugin(version, auto_wrap_policy=policy), make_model()
     with pytest.raises(NotOffered, match="CustomPolicy"):
-        blocks_to_shard(make_model(), Plugin(version, auto_wrap_policy=policy))
+        blocks_to_shard(model, plugin.policy_for(model))
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -19,6 +19,7 @@ from accel_plugins.ddp.manifest import MANIFEST as DDP
 from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.manifest import FSDP1, FSDP2
 from accel_plugins.fsdp.sharding import blocks_to_shard, shard_groups
+from accel_plugins.fsdp.weights import send_from_first
 from accel_plugins.precision import choose
 from accel_plugins.resolve import build
 from accel_plugins.resolve import choose as choose_backend
@@ -95,8 +96,42 @@ def sent_at_start(given: Case) -> list[int]:
 def test_each_weight_and_buffer_of_the_first_process_is_sent_once(two: Group, model: str) -> None:
     given = case(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=50).but(model=model)
     plain = given.make()
-    expected = [tensor.numel() for tensor in (*plain.parameters(), *plain.buffers())]
-    assert two.run(sent_at_start, given) == [expected, expected]
+    # All are small and of one dtype.
+    elements = sum(tensor.numel() for tensor in (*plain.parameters(), *plain.buffers()))
+    assert two.run(sent_at_start, given) == [[elements], [elements]]
+
+
+def sent_values() -> tuple[list[int], list[float]]:
+    """Elements of each broadcast of a model with large, small, 16-bit and transposed tensors; then what arrived."""
+    rank, model = case().open().process.rank, nn.Module()
+    for name, value in {
+        "small": torch.full((3,), 1.0 + rank),
+        "large": torch.full((2, 200_000), 2.0 + rank),
+        "whole_number": torch.tensor(3 + rank),
+        "transposed": torch.full((4, 3), 4.0 + rank).t(),
+        "in_16_bits": torch.full((5,), 5.0 + rank, dtype=torch.bfloat16),
+        "transposed_large": torch.full((200_000, 2), 6.0 + rank).t(),
+    }.items():
+        model.register_buffer(name, value)
+    sent: list[int] = []
+    broadcast = torch.distributed.broadcast
+
+    def counting(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        sent.append(tensor.numel())
+        return broadcast(tensor, *arguments, **options)
+
+    torch.distributed.broadcast = counting
+    try:
+        send_from_first(model, torch.device("cpu"))
+    finally:
+        torch.distributed.broadcast = broadcast
+    return sent, [value for tensor in model.buffers() for value in sorted(set(tensor.flatten().tolist()))]
+
+
+def test_small_weights_are_sent_together_and_large_ones_alone(two: Group) -> None:
+    for sent, values in two.run(sent_values):
+        assert sorted(sent) == [1, 3, 5, 12, 400_000, 400_000]
+        assert values == [1.0, 2.0, 3, 4.0, 5.0, 6.0]
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -123,7 +158,7 @@ def test_a_block_that_holds_one_of_two_tied_weights_is_sharded_with_what_holds_b
     inner, apart = nn.Sequential(linear(), linear()), nn.Sequential(linear())
     outer = nn.Sequential(inner, linear())
     model = nn.Sequential(outer, apart)
-    everything = Plugin(2, auto_wrap_policy=lambda module: True)
+    everything: Any = lambda module: True  # noqa: E731 - a policy of a user
     assert shard_groups(model, everything) == blocks_to_shard(model, everything)
 
     outer[1].weight = inner[0].weight

@@ -147,6 +147,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.usefixtures("preloaded_python")
 def test_a_request_while_the_store_is_gone_ends_in_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boundaries, "_PATIENCE", 1.0)
     host = subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -102,7 +102,7 @@ def test_other_dtypes_and_shapes_are_torchs_to_convert_or_refuse(tmp_path: Path)
     assert same(dict(other.state_dict()), dict(model.state_dict()))
     assert all(value.dtype == torch.float32 for value in moments(stale))
     assert torch.equal(moments(stale)[1], moments(optimizer)[1].half().float())
-    with pytest.raises(CheckpointError, match="size mismatch"):
+    with pytest.raises(CheckpointError, match=r"Other shapes: .* and not \("):
         read_part(ObjectKind.MODEL, stepped(width=5)[0], tmp_path, 0)
 
 

@@ -120,6 +120,7 @@ dist.all_reduce(torch.ones(1))
 """
 
 
+@pytest.mark.usefixtures("preloaded_python")
 def test_an_error_that_nobody_catches_names_the_process_that_has_left(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT), encoding="utf-8")

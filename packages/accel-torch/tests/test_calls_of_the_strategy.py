@@ -165,6 +165,7 @@ def test_the_last_accelerator_that_ends_its_training_closes_the_strategy_once(ba
     ]
 
 
+@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.parametrize("last_line", ["", "accelerator.end_training()", "raise SystemExit(3)"])
 def test_the_strategy_is_closed_once_at_exit(site: Path, last_line: str) -> None:
     script = (

@@ -20,6 +20,8 @@ from accel_torch import Accelerator, DataLoaderConfiguration, FullyShardedDataPa
 
 EPOCHS, BATCHES = 2, 5
 SAVES = (0, 1, 3, 5, 6, 9)
+FEW_SAVES = (3, 5, 9)
+"""In an accumulation window of the first epoch, between two epochs, and between two windows of the second one."""
 
 
 class Stream(IterableDataset[Any]):
@@ -126,13 +128,15 @@ class Run:
 ORDERS = ("default", "seedable", "dispatched")
 
 
-def resumes(folder: str, backend: str, accumulate: int, orders: Sequence[str] = ORDERS) -> list[str]:
+def resumes(
+    folder: str, backend: str, accumulate: int, orders: Sequence[str] = ORDERS, steps: Sequence[int] = SAVES
+) -> list[str]:
     """What is different after a resume, over all idioms, orders and steps."""
     wrong = []
     for order, restores in itertools.product(orders, (False, True)):
         whole = Run(backend, order, restores, accumulate).train()
         partial = accumulate > 1 and backend.startswith("fsdp2")
-        saves = [done for done in SAVES if not (partial and done % BATCHES % accumulate)]
+        saves = [done for done in steps if not (partial and done % BATCHES % accumulate)]
         folders = {done: f"{folder}/{order}-{restores}-{done}" for done in saves}
         if Run(backend, order, restores, accumulate).train(save_at=folders) != whole:
             wrong.append(f"saving changed the run: {order} {restores}")
@@ -144,28 +148,46 @@ def resumes(folder: str, backend: str, accumulate: int, orders: Sequence[str] = 
 
 
 def combinations(*backends: str) -> list[Any]:
-    """Backends with and without accumulation; those that take longer are run apart."""
-    quick = {("single", 2), ("ddp", 2), ("fsdp2", 1)}
-    return [
-        pytest.param(backend, accumulate, marks=() if (backend, accumulate) in quick else pytest.mark.slow)
+    """Backends with and without accumulation, with all orders and steps; and a part of each kind that is quick.
+
+    Who decides on the order of samples does not know the backend, so one backend for each number of processes meets
+    all orders.
+    """
+    every = [
+        pytest.param(backend, accumulate, ORDERS, SAVES, marks=pytest.mark.slow)
         for backend in backends
         for accumulate in (1, 2)
     ]
+    parts = {"single": (2, ORDERS), "ddp": (2, ORDERS), "fsdp2": (1, ORDERS[:1])}
+    return [*every, *((backend, *parts[backend], FEW_SAVES) for backend in backends if backend in parts)]
 
 
-@pytest.mark.parametrize(("backend", "accumulate"), combinations("single", "fsdp2"))
-def test_exact_resume_of_one_process(one: Processes, tmp_path: Path, backend: str, accumulate: int) -> None:
-    assert one.run(resumes, str(tmp_path), backend, accumulate) == [[]]
+@pytest.mark.parametrize(("backend", "accumulate", "orders", "steps"), combinations("single", "fsdp2"))
+def test_exact_resume_of_one_process(
+    one: Processes, tmp_path: Path, backend: str, accumulate: int, orders: Sequence[str], steps: Sequence[int]
+) -> None:
+    assert one.run(resumes, str(tmp_path), backend, accumulate, orders, steps) == [[]]
 
 
-@pytest.mark.parametrize(("backend", "accumulate"), combinations("ddp", "fsdp2", "fsdp2-full"))
-def test_exact_resume_of_two_processes(two: Processes, tmp_path: Path, backend: str, accumulate: int) -> None:
-    assert two.run(resumes, str(tmp_path), backend, accumulate) == [[], []]
+@pytest.mark.parametrize(("backend", "accumulate", "orders", "steps"), combinations("ddp", "fsdp2", "fsdp2-full"))
+def test_exact_resume_of_two_processes(
+    two: Processes, tmp_path: Path, backend: str, accumulate: int, orders: Sequence[str], steps: Sequence[int]
+) -> None:
+    assert two.run(resumes, str(tmp_path), backend, accumulate, orders, steps) == [[], []]
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
-def test_exact_resume_of_two_processes_that_read_a_stream(two: Processes, tmp_path: Path, backend: str) -> None:
-    assert two.run(resumes, str(tmp_path), backend, 1, ("stream",)) == [[], []]
+@pytest.mark.parametrize(
+    ("backend", "steps"),
+    [
+        ("ddp", FEW_SAVES),
+        pytest.param("ddp", SAVES, marks=pytest.mark.slow),
+        pytest.param("fsdp2", SAVES, marks=pytest.mark.slow),
+    ],
+)
+def test_exact_resume_of_two_processes_that_read_a_stream(
+    two: Processes, tmp_path: Path, backend: str, steps: Sequence[int]
+) -> None:
+    assert two.run(resumes, str(tmp_path), backend, 1, ("stream",), steps) == [[], []]
 
 
 @pytest.mark.slow
@@ -270,16 +292,26 @@ def same(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
+def changes_of_place(*pairs: tuple[tuple[str, int], tuple[str, int]], slow: bool = False) -> list[Any]:
+    return [pytest.param(*pair, marks=pytest.mark.slow if slow else (), id=str(pair)) for pair in pairs]
+
+
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
-        *((("fsdp2", 2), ("fsdp2", 1)), (("fsdp2", 2), ("fsdp2", 4)), (("fsdp2", 4), ("fsdp2", 2))),
-        *((("ddp", 2), ("fsdp2", 2)), (("fsdp2", 2), ("ddp", 2)), (("fsdp2-full", 2), ("ddp", 2))),
-        *((("ddp", 2), ("fsdp2-full", 2)), (("fsdp2", 2), ("single", 1)), (("fsdp2-full", 2), ("single", 1))),
-        *((("single", 1), ("fsdp2", 2)), (("fsdp2-full", 2), ("fsdp2", 4)), (("single", 1), ("ddp", 2))),
-        *((("fsdp2", 2), ("fsdp2", 3)), (("ddp", 2), ("ddp", 3)), (("fsdp2", 3), ("fsdp2-full", 2))),
+        # More and fewer processes, parts of different sizes, and every format into every other.
+        *changes_of_place(
+            *((("fsdp2", 2), ("fsdp2", 4)), (("fsdp2", 2), ("fsdp2", 3)), (("fsdp2", 3), ("fsdp2-full", 2))),
+            *((("ddp", 2), ("fsdp2", 2)), (("fsdp2-full", 2), ("ddp", 2)), (("fsdp2", 2), ("single", 1))),
+            (("single", 1), ("fsdp2", 2)),
+        ),
+        *changes_of_place(
+            *((("fsdp2", 2), ("fsdp2", 1)), (("fsdp2", 4), ("fsdp2", 2)), (("fsdp2", 2), ("ddp", 2))),
+            *((("ddp", 2), ("fsdp2-full", 2)), (("fsdp2-full", 2), ("single", 1)), (("single", 1), ("ddp", 2))),
+            *((("fsdp2-full", 2), ("fsdp2", 4)), (("ddp", 2), ("ddp", 3))),
+            slow=True,
+        ),
     ],
-    ids=str,
 )
 def test_a_checkpoint_loads_on_other_numbers_of_processes_and_other_backends(
     request: pytest.FixtureRequest, tmp_path: Path, saved: tuple[str, int], loaded: tuple[str, int]

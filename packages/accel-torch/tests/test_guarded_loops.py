@@ -35,8 +35,8 @@ def prepared(guard: StepGuard, optimizer: Any = None, **options: Any) -> tuple[A
     accelerator = Accelerator(cpu=True, kwargs_handlers=[guard], **options)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-    made = torch.optim.SGD(model.parameters(), lr=0.01) if optimizer is None else optimizer(model.parameters())
-    return accelerator, *accelerator.prepare(model, made)
+    stepper = torch.optim.SGD(model.parameters(), lr=0.01) if optimizer is None else optimizer(model.parameters())
+    return accelerator, *accelerator.prepare(model, stepper)
 
 
 def weights(model: nn.Module) -> list[float]:
@@ -88,6 +88,44 @@ def test_a_clip_of_some_parameters_does_not_hide_the_others() -> None:
     optimizer.step()
     assert optimizer.step_was_skipped
     assert weights(model) == before
+
+
+def test_a_clip_does_not_hide_a_later_backward_pass() -> None:
+    accelerator, model, optimizer = prepared(SKIP)
+    accelerator.backward(model(GOOD).square().mean())
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    accelerator.backward(model(BAD).square().mean())
+    before = weights(model)
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    assert weights(model) == before
+
+
+def test_parameters_outside_a_clip_count_as_soon_as_they_have_gradients() -> None:
+    accelerator, model, optimizer = prepared(SKIP)
+    first, *others = model.parameters()
+    for step in range(2):
+        accelerator.backward(model(GOOD).square().mean())
+        first.grad = None if step == 0 else torch.full_like(first, math.nan)
+        accelerator.clip_grad_norm_(others, 1.0)
+        optimizer.step()
+        assert optimizer.step_was_skipped == (step == 1)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.9989, 0.9999, 1.0, 1.0001, 1.0011, 3.0])
+def test_gradients_are_clipped_as_without_a_guard(factor: float) -> None:
+    gradients = []
+    for guard in (SKIP, None):
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[guard] if guard else [])
+        torch.manual_seed(0)
+        plain = nn.Linear(4, 3)
+        model, _ = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+        accelerator.backward(model(GOOD).square().mean())
+        norm = accelerator.clip_grad_norm_(model.parameters(), math.inf).item()
+        returned = accelerator.clip_grad_norm_(model.parameters(), norm / factor)
+        gradients.append([returned, *(parameter.grad for parameter in model.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
@@ -346,10 +384,10 @@ def test_limits_of_a_history() -> None:
             median = last.quantile(0.5).item()
             deviation = (last - median).abs().quantile(0.5).item()
             limit = median + 2.0 * 1.4826 * deviation
-        found = history.exceeded_by(value)
-        assert (found is not None) == (limit is not None and value > limit)
-        if found is not None:
-            assert found == pytest.approx(limit)
+        judged = history.exceeded_by(value)
+        assert (judged is not None) == (limit is not None and value > limit)
+        if judged is not None:
+            assert judged == pytest.approx(limit)
             exceeded += 1
         values.append(value)
         history.add(value)

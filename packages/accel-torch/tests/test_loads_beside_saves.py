@@ -18,6 +18,8 @@ from accel_testing.fresh import fresh
 from accel_testing.processes import Processes
 from accel_torch import Accelerator, ProjectConfiguration
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 SAVES = """
 import itertools, sys
 import torch

@@ -46,9 +46,9 @@ def test_the_limit_is_found_within_5_percent_in_8_trials(largest: int) -> None:
             tried.append(size)
             search.note(size <= limit)
         true = min(limit, largest)
-        assert 0.95 * true <= search.found <= true
+        assert 0.95 * true <= search.fitting <= true
         assert search.trials == len(tried) <= 8
-        assert search.found in tried
+        assert search.fitting in tried
 
 
 def test_a_batch_that_fits_as_a_whole_takes_one_trial() -> None:

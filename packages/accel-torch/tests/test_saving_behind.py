@@ -270,6 +270,7 @@ accelerator.save_state(async_save=True)
 """
 
 
+@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.parametrize(("how", "code"), [("well", 0), ("fail", 1), ("kill", -9)])
 def test_the_end_of_the_program_completes_a_save_or_says_that_it_failed(tmp_path: Path, how: str, code: int) -> None:
     done = subprocess.run(

@@ -9,8 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from accel_bigmodel import compute_module_sizes, disk_offload, offload_weight
+from accel_bigmodel import compute_module_sizes, disk_offload, offload_weight, save_weights_file
 from accel_state.errors import SettingError
+from accelerate.hooks import (
+    attach_align_device_hook_on_blocks,
+    attach_execution_device_hook,
+    remove_hook_from_submodules,
+)
 from accelerate.utils.modeling import (
     calculate_maximum_sizes,
     check_tied_parameters_in_config,
@@ -21,6 +26,7 @@ from accelerate.utils.modeling import (
     get_module_size_with_ties,
     get_state_dict_from_offload,
     load_offloaded_weights,
+    load_state_dict,
 )
 from accelerate.utils.offload import extract_submodules_state_dict
 
@@ -119,3 +125,42 @@ def test_parts_of_a_state_dict() -> None:
     state = {"a.w": torch.zeros(1), "ab.w": torch.zeros(1), "c": torch.zeros(1)}
     assert extract_submodules_state_dict(state, ["a", "c"]).keys() == {"a.w", "c"}
     assert extract_submodules_state_dict(state, [""]).keys() == state.keys()
+
+
+def test_every_module_with_weights_computes_on_its_device() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.ReLU())
+    model.blocks = nn.ModuleList([nn.Linear(2, 2)])
+    x = torch.ones(1, 2)
+    expected = model[:3](x)
+    attach_execution_device_hook(model, "cpu", preload_module_classes=["ModuleList"])
+    hooked = [name for name, module in model.named_modules() if hasattr(module, "_hf_hook")]
+    assert hooked == ["0", "1.0", "blocks"]
+    assert torch.equal(model[:3](x), expected)
+    remove_hook_from_submodules(model)
+    assert not any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
+def test_hooks_of_names_that_the_model_lacks_are_not_attached() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    x = torch.ones(1, 2)
+    expected = model(x)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.warns(UserWarning, match=r"of Sequential: lm_head, tail\. They are ignored") as warned:
+        attach_align_device_hook_on_blocks(
+            model, {"": "cpu", "lm_head": "cpu"}, {"": True, "tail": True}, weights_map=weights
+        )
+    assert warned[0].filename == __file__
+    assert model[1].weight.is_meta
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_one_file_as_a_state_dict_with_and_without_devices(tmp_path: Path, name: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    save_weights_file(model.state_dict(), tmp_path / name)
+    for device_map in (None, {"": "cpu", "1": "disk"}, {"0": "cpu"}):
+        state = load_state_dict(tmp_path / name, device_map)
+        assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
+    assert load_state_dict(tmp_path / name, {"1": "meta"})["1.weight"].is_meta
+    with pytest.raises(SettingError, match="99"):
+        load_state_dict(tmp_path / name, {"1": 99})

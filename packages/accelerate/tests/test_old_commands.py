@@ -105,7 +105,7 @@ def test_where_the_config_file_lies() -> None:
 def test_estimating_memory(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--arguments", '{"in_features": 256, "out_features": 256, "bias": false}', "--dtypes", "float32"]
     estimate_command(estimate_command_parser().parse_args(["torch.nn:Linear", *options]))
-    assert "256.0 KB" in capsys.readouterr().out
+    assert "256.0 KiB" in capsys.readouterr().out
 
 
 def test_showing_the_environment(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,7 @@ def parsed(*words):
     return launch.launch_command_parser().parse_args(list(words))
 
 
+@pytest.mark.usefixtures("preloaded_python")
 def test_a_notebook_launches_by_the_old_name(tmp_path):
     code = (
         "from pathlib import Path\n"

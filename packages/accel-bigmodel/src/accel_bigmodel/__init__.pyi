@@ -1,9 +1,6 @@
 from accel_bigmodel.align import AlignDevicesHook as AlignDevicesHook
 from accel_bigmodel.align import align_module_device as align_module_device
 from accel_bigmodel.align import has_offloaded_params as has_offloaded_params
-from accel_bigmodel.attach import attach_align_device_hook as attach_align_device_hook
-from accel_bigmodel.attach import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
-from accel_bigmodel.attach import attach_execution_device_hook as attach_execution_device_hook
 from accel_bigmodel.casting import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 from accel_bigmodel.casting import LayerwiseCastingHook as LayerwiseCastingHook
 from accel_bigmodel.casting import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
@@ -12,6 +9,7 @@ from accel_bigmodel.device_map import check_device_same as check_device_same
 from accel_bigmodel.device_map import clean_device_map as clean_device_map
 from accel_bigmodel.dispatch import CpuOffload as CpuOffload
 from accel_bigmodel.dispatch import UserCpuOffloadHook as UserCpuOffloadHook
+from accel_bigmodel.dispatch import attach_align_device_hook as attach_align_device_hook
 from accel_bigmodel.dispatch import cpu_offload as cpu_offload
 from accel_bigmodel.dispatch import cpu_offload_with_hook as cpu_offload_with_hook
 from accel_bigmodel.dispatch import disk_offload as disk_offload
@@ -26,7 +24,6 @@ from accel_bigmodel.hooks import remove_hook_from_module as remove_hook_from_mod
 from accel_bigmodel.hooks import remove_hook_from_submodules as remove_hook_from_submodules
 from accel_bigmodel.load import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 from accel_bigmodel.load import load_checkpoint_in_model as load_checkpoint_in_model
-from accel_bigmodel.load import load_state_dict as load_state_dict
 from accel_bigmodel.loading import LoadReport as LoadReport
 from accel_bigmodel.meta import init_empty_weights as init_empty_weights
 from accel_bigmodel.meta import init_on_device as init_on_device
@@ -37,7 +34,6 @@ from accel_bigmodel.offload import offload_state_dict as offload_state_dict
 from accel_bigmodel.offload import offload_weight as offload_weight
 from accel_bigmodel.offload import save_offload_index as save_offload_index
 from accel_bigmodel.pipeline import prepare_pippy as prepare_pippy
-from accel_bigmodel.place import set_module_tensor_to_device as set_module_tensor_to_device
 from accel_bigmodel.placement import DeviceMapReport as DeviceMapReport
 from accel_bigmodel.placement import explain_device_map as explain_device_map
 from accel_bigmodel.placement import get_balanced_memory as get_balanced_memory
@@ -52,12 +48,13 @@ from accel_bigmodel.sizes import convert_bytes as convert_bytes
 from accel_bigmodel.sizes import convert_file_size_to_int as convert_file_size_to_int
 from accel_bigmodel.sizes import dtype_byte_size as dtype_byte_size
 from accel_bigmodel.sizes import get_max_layer_size as get_max_layer_size
-from accel_bigmodel.sizes import get_non_persistent_buffers as get_non_persistent_buffers
-from accel_bigmodel.sizes import named_module_tensors as named_module_tensors
-from accel_bigmodel.tied import find_tied_parameters as find_tied_parameters
-from accel_bigmodel.tied import id_tensor_storage as id_tensor_storage
-from accel_bigmodel.tied import retie_parameters as retie_parameters
-from accel_bigmodel.tied import tied_names as tied_names
+from accel_bigmodel.tensors import find_tied_parameters as find_tied_parameters
+from accel_bigmodel.tensors import get_non_persistent_buffers as get_non_persistent_buffers
+from accel_bigmodel.tensors import id_tensor_storage as id_tensor_storage
+from accel_bigmodel.tensors import named_module_tensors as named_module_tensors
+from accel_bigmodel.tensors import retie_parameters as retie_parameters
+from accel_bigmodel.tensors import set_module_tensor_to_device as set_module_tensor_to_device
+from accel_bigmodel.tensors import tied_names as tied_names
 from accel_bigmodel.weight_files import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
 from accel_bigmodel.weight_files import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
 from accel_bigmodel.weight_files import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME

@@ -17,10 +17,16 @@ from torch import Tensor, nn
 from accel_bigmodel.device_map import Device, resolve_device
 from accel_bigmodel.hooks import ModelHook, SequentialHook
 from accel_bigmodel.offload import OffloadedWeightsLoader, PrefixedDataset, place_in_memory
-from accel_bigmodel.place import TiedParameters, parameter_like, set_module_tensor_to_device, submodule_and_leaf
 from accel_bigmodel.placeholder import Placeholder, refuse_weights_without_data
 from accel_bigmodel.prefetch import Block, BlockReader
-from accel_bigmodel.sizes import get_non_persistent_buffers, named_module_tensors
+from accel_bigmodel.tensors import (
+    TiedParameters,
+    get_non_persistent_buffers,
+    named_module_tensors,
+    parameter_like,
+    set_module_tensor_to_device,
+    submodule_and_leaf,
+)
 from accel_ops.conversion import send_to_device
 from accel_ops.tree import find_device
 from accel_state.devices.select import family_of

@@ -22,6 +22,7 @@ __all__ = (
     "DeviceMap",
     "check_device_map",
     "check_device_same",
+    "checked_entries",
     "clean_device_map",
     "device_of_name",
     "is_offloaded",
@@ -29,7 +30,6 @@ __all__ = (
     "matching_entries",
     "prefixes_of_names",
     "resolve_device",
-    "warn_of_unknown_names",
 )
 
 Device: TypeAlias = "int | str | torch.device"
@@ -110,20 +110,25 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     Raises:
         SettingError: it names a device that does not exist, or leaves tensors without a device.
     """
+    checked_entries(model, device_map)
+
+
+def checked_entries(model: nn.Module, device_map: DeviceMap) -> dict[str, Device]:
+    """The entries of a device map that match something in the model, after the checks of `check_device_map`."""
     failure = f"Cannot place {type(model).__name__} by a device map with {len(device_map)} entries."
-    warn_of_unknown_names(model, device_map)
-    device_map = matching_entries(model, device_map)
+    entries = matching_entries(model, device_map)
+    for device in set(entries.values()):
+        _check_form(failure, device)
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     tensors = [*parameters, *(name for name, _ in model.named_buffers(remove_duplicate=False))]
-    for device in set(device_map.values()):
-        _check_form(failure, device)
     persistent = {*model.state_dict(keep_vars=True), *parameters}
-    left = [name for name in tensors if name in persistent and device_of_name(name, device_map) is None]
+    left = [name for name in tensors if name in persistent and device_of_name(name, entries) is None]
     if left:
         more = f", and {len(left) - 10} more" if len(left) > 10 else ""
         raise SettingError(
             failure, f"It has no device for: {', '.join(left[:10])}{more}.", 'Add them, or an entry "" for the rest.'
         )
+    return entries
 
 
 def _check_form(failure: str, device: Any) -> None:
@@ -142,23 +147,19 @@ V = TypeVar("V")
 
 
 def matching_entries(model: nn.Module, entries: Mapping[str, V]) -> dict[str, V]:
-    """The entries whose keys are names of modules or tensors of a model."""
+    """The entries whose keys are names of modules or tensors of a model; a warning lists the others."""
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
     names.update(name for name, _ in model.named_parameters(remove_duplicate=False))
     names.update(name for name, _ in model.named_buffers(remove_duplicate=False))
-    return {name: entry for name, entry in entries.items() if name in names}
-
-
-def warn_of_unknown_names(model: nn.Module, entries: Mapping[str, Any]) -> None:
-    """Warn about keys that are not names of modules or tensors of a model."""
-    unknown = entries.keys() - matching_entries(model, entries).keys()
+    unknown = [name for name in entries if name not in names]
     if unknown:
         warnings.warn(
             f"These device_map keys do not match any submodules or tensors of {type(model).__name__}: "
-            f"{', '.join(name for name in entries if name in unknown)}. They are ignored; correct or remove them.",
+            f"{', '.join(unknown)}. They are ignored; correct or remove them.",
             UserWarning,
             stacklevel=stack_level(),
         )
+    return {name: entry for name, entry in entries.items() if name in names}
 
 
 def clean_device_map(device_map: Mapping[str, Any], module_name: str = "") -> dict[str, Any]:

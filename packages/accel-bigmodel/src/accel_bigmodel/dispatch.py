@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from accel_bigmodel.align import (
+    AlignDevicesHook,
     OutermostHook,
     align_module_device,
     has_offloaded_params,
     refuse_second_offload,
 )
-from accel_bigmodel.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
 from accel_bigmodel.device_map import (
     DISK,
     HOST,
@@ -29,20 +31,37 @@ from accel_bigmodel.device_map import (
     resolve_device,
 )
 from accel_bigmodel.hooks import ModelHook, add_hook_to_module, refuse_to_move, remove_hook_from_module
-from accel_bigmodel.offload import INDEX_NAME, OffloadedWeightsLoader, offload_state_dict
+from accel_bigmodel.offload import (
+    INDEX_NAME,
+    OffloadedWeightsLoader,
+    PrefixedDataset,
+    offload_state_dict,
+    read_offload_index,
+)
 from accel_bigmodel.placement import check_room
 from accel_bigmodel.prefetch import BlockReader
-from accel_bigmodel.tied import preserved_ties, retie_parameters
+from accel_bigmodel.tensors import (
+    TiedParameters,
+    named_module_tensors,
+    preserved_ties,
+    retie_parameters,
+    set_module_tensor_to_device,
+    submodule_and_leaf,
+    tensors_of,
+)
 from accel_bigmodel.weight_layout import WeightLayout, layout_of
 from accel_ops.conversion import send_to_device
 from accel_ops.tree import find_device
 from accel_state.devices.select import best_family
 from accel_state.errors import SettingError
-from accel_state.labels import DEVICE_MAP
+from accel_state.labels import DEVICE_MAP, HOOK
 
 __all__ = (
     "CpuOffload",
+    "Place",
     "UserCpuOffloadHook",
+    "attach_align_device_hook",
+    "attach_to_blocks",
     "cpu_offload",
     "cpu_offload_with_hook",
     "disk_offload",
@@ -134,7 +153,7 @@ def dispatch_layout(
 ) -> M:
     """`dispatch_model` with the layout of the model, which has checked the device map and ties already.
 
-    Weights on the disk with files in the layout are used from these files; no index is read for them.
+    The hooks read weights on the disk from the safetensors files in the layout; no index lists them.
     """
     device_map = layout.device_map or {}
     kinds = set(map(str, device_map.values()))
@@ -143,26 +162,23 @@ def dispatch_layout(
         setattr(model, DEVICE_MAP, dict(device_map))
         return model
     main = main_device_of(device_map) if main_device is None else main_device
-    offloaded = {name: is_offloaded(device, main) for name, device in device_map.items()}
-    weights = (
-        _offloaded_weights(model, layout, main, state_dict, offload_dir, offload_index)
-        if any(offloaded.values())
-        else None
-    )
-    attach_align_device_hook_on_blocks(
+    places = {
+        name: Place(main, True) if is_offloaded(device, main) else Place(device, False)
+        for name, device in device_map.items()
+    }
+    offloads = any(place.offloaded for place in places.values())
+    attach_to_blocks(
         model,
-        execution_device={name: main if offloaded[name] else device for name, device in device_map.items()},
-        offload=offloaded,
-        weights_map=weights,
+        places,
+        weights=_offloaded_weights(model, layout, main, state_dict, offload_dir, offload_index) if offloads else None,
         offload_buffers=offload_buffers,
-        skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes,
-        reader=BlockReader(max_prefetch_bytes),
+        preload_classes=preload_module_classes or (),
+        options={"skip_keys": skip_keys, "reader": BlockReader(max_prefetch_bytes)},
     )
     devices = {name: str(weight.device) for name, weight in layout.weights.items()}
     retie_parameters(model, [names for names in layout.tied if len({devices[name] for name in names}) == 1])
     setattr(model, DEVICE_MAP, dict(device_map))
-    if any(offloaded.values()):
+    if offloads:
         refuse_to_move(model)
     return model
 
@@ -174,7 +190,7 @@ def _moved(model: nn.Module, device_map: DeviceMap, own_host: bool) -> dict[torc
         own_host: parts on the CPU keep the model's weights; otherwise other weights replace them.
     """
     places: dict[int, tuple[Tensor, set[torch.device]]] = {}
-    for name, tensor in _tensors_by_name(model).items():
+    for name, tensor in tensors_of(model).items():
         entry = device_of_name(name, device_map)
         _, targets = places.setdefault(id(tensor), (tensor, set()))
         if entry is not None and str(entry) != DISK and (own_host or str(entry) != HOST):
@@ -199,33 +215,184 @@ def _offloaded_weights(
     offload_dir: str | os.PathLike[str] | None,
     offload_index: Mapping[str, Mapping[str, Any]] | None,
 ) -> OffloadedWeightsLoader:
-    """The weights that hooks load; those for the disk are written unless the folder already contains them."""
-    on_disk = layout.names_on(DISK)
-    index = layout.offload_index() if offload_index is None else offload_index
-    if on_disk and offload_dir is None and not index:
+    """The weights that hooks load; those for the disk are written unless a file already contains them."""
+    stored = layout.in_safetensors(DISK)
+    others = [name for name in layout.names_on(DISK) if name not in stored]
+    if others and offload_dir is None and not offload_index:
         raise SettingError(
-            f"Cannot place {', '.join(map(repr, on_disk[:3]))} of {type(model).__name__} on the disk.",
+            f"Cannot place {', '.join(map(repr, others[:3]))} of {type(model).__name__} on the disk.",
             "The call does not set a folder for these weights.",
             "Pass offload_dir=, or the offload_index= of weights that are already on the disk.",
         )
-    own = _tensors_by_name(model)
-    if on_disk and not index and offload_dir is not None and not (Path(offload_dir) / INDEX_NAME).is_file():
-        offload_state_dict(offload_dir, {name: own[name] for name in on_disk})
+    own = tensors_of(model)
+    if others and not offload_index and offload_dir is not None:
+        listed = read_offload_index(offload_dir) if (Path(offload_dir) / INDEX_NAME).is_file() else {}
+        # A checkpoint may lack some weights of a model that has them.
+        if lacking := {name: own[name] for name in others if name not in listed}:
+            offload_state_dict(offload_dir, lacking)
     in_memory = state_dict
     if in_memory is None:
         hosted = layout.names_on(HOST) if is_offloaded(HOST, main) else []
         in_memory = {name: own[name].detach().to(HOST) for name in hosted}
-    return OffloadedWeightsLoader(in_memory, offload_dir if on_disk else None, index or None)
+    return OffloadedWeightsLoader(in_memory, offload_dir if others else None, offload_index or None, stored=stored)
 
 
-def _tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by full name; a tied tensor has an entry for each name."""
-    return {
-        f"{prefix}.{name}" if prefix else name: tensor
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for name, tensor in (*module._parameters.items(), *module._buffers.items())
-        if tensor is not None
-    }
+class Place(NamedTuple):
+    """Where a part of a model computes, and whether its weights are removed from it between forwards.
+
+    Args:
+        device: the device; None leaves weights and inputs where they are.
+        offloaded: whether a hook loads its weights for each forward.
+    """
+
+    device: Device | None
+    offloaded: bool
+
+
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: Device | None = None,
+    offload: bool = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    tied_params_map: TiedParameters | None = None,
+    reader: BlockReader | None = None,
+) -> None:
+    """Attach an align hook to `module` and every module in it with direct weights.
+
+    Args:
+        execution_device: device on which they compute.
+        offload: remove their weights from the modules between forwards.
+        weights_map: full name to weight.
+        offload_buffers: offload buffers too.
+        module_name: full name of `module`, the prefix of its weights in `weights_map`.
+        skip_keys: keyword arguments with values that are not moved.
+        preload_module_classes: names of classes whose modules load the weights of all submodules at once.
+        tied_params_map: copies of tied weights by device.
+        reader: reads weights ahead for all these modules; a new one when None.
+    """
+    place = Place(execution_device, offload)
+    _Attachment(
+        {},
+        {},
+        weights_map,
+        offload_buffers,
+        preload_module_classes or (),
+        {"skip_keys": skip_keys, "tied_params_map": tied_params_map, "reader": reader or BlockReader()},
+    ).visit(module_name, module, place)
+
+
+def attach_to_blocks(
+    model: nn.Module,
+    places: Mapping[str, Place],
+    weights: Mapping[str, Tensor] | None,
+    offload_buffers: bool,
+    preload_classes: Collection[str],
+    options: dict[str, Any],
+    model_name: str = "",
+) -> None:
+    """Put each part of a model on its place, and attach a hook to every module that somebody may call.
+
+    Args:
+        places: the place of a module or tensor by its name; a name covers all below it that have no place of their own.
+        weights: full name to offloaded weight.
+        offload_buffers: offload buffers too.
+        preload_classes: names of classes whose modules load the weights of all submodules at once.
+        options: `skip_keys`, `tied_params_map` and `reader` of all hooks.
+        model_name: full name of `model`, the prefix of its weights in `weights`.
+    """
+    outermost = next((place.device for place in places.values()), None)
+    add_hook_to_module(model, OutermostHook(outermost, **options), append=True)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    of_modules: dict[int, Place] = {}
+    of_tensors: dict[int, dict[str, Place]] = {}
+    for name, place in places.items():
+        if name in modules:
+            of_modules[id(modules[name])] = place
+        else:
+            owner, leaf = submodule_and_leaf(model, name)
+            of_tensors.setdefault(id(owner), {})[leaf] = place
+    _Attachment(of_modules, of_tensors, weights, offload_buffers, preload_classes, options, every_module=True).visit(
+        model_name, model
+    )
+
+
+@dataclass
+class _Attachment:
+    """Attaches align hooks to the modules of one model, each once.
+
+    Args:
+        of_modules: the places of modules that do not have that of the module around them, by the id of the module.
+        of_tensors: the places of tensors that do not have that of their module, by the id of the module and their name.
+        weights: full name to offloaded weight.
+        offload_buffers: offload buffers too.
+        preload_classes: names of classes whose modules load the weights of all submodules at once.
+        options: `skip_keys`, `tied_params_map` and `reader` of all hooks.
+        every_module: modules without direct tensors get a hook too, which moves their inputs.
+    """
+
+    of_modules: Mapping[int, Place]
+    of_tensors: Mapping[int, Mapping[str, Place]]
+    weights: Mapping[str, Tensor] | None
+    offload_buffers: bool
+    preload_classes: Collection[str]
+    options: dict[str, Any]
+    every_module: bool = False
+    visited: set[int] = field(default_factory=set)
+
+    def visit(self, name: str, module: nn.Module, around: Place | None = None) -> None:
+        """Attach hooks to a module with this full name, and to those in it; `around` is the place of its parent."""
+        if id(module) in self.visited:
+            return
+        self.visited.add(id(module))
+        place = self.of_modules.get(id(module), around)
+        if place is not None and self._preloads(module, place):
+            self._add(module, name, place, place_submodules=True)
+            return
+        separate = self.of_tensors.get(id(module), {})
+        others = [leaf for leaf, _ in named_module_tensors(module) if leaf not in separate] if separate else None
+        if place is not None and (others or (not separate and (module._parameters or module._buffers))):
+            self._add(module, name, place, names=others)
+        elif place is not None and place.device is not None and self.every_module and _is_called(module):
+            add_hook_to_module(module, AlignDevicesHook(place.device, names=(), **self.options))
+        for leaf, own in separate.items():
+            if own.offloaded:
+                self._add(module, name, own, names=(leaf,))
+            elif own.device is not None:
+                set_module_tensor_to_device(module, leaf, own.device, clear_cache=False)
+        for child, inner in module._modules.items():
+            if inner is not None:
+                self.visit(f"{name}.{child}" if name else child, inner, place)
+
+    def _preloads(self, module: nn.Module, place: Place) -> bool:
+        """Whether the hook of a module loads the weights of all its submodules, which have no other place."""
+        if type(module).__name__ not in self.preload_classes or not (place.offloaded or not self.every_module):
+            return False
+        inside = list(module.modules())[1:]
+        return bool(inside) and all(self.of_modules.get(id(part), place) == place for part in inside)
+
+    def _add(self, module: nn.Module, name: str, place: Place, **options: Any) -> None:
+        """Add a hook to a module, after the hooks that it has."""
+        weights = None if self.weights is None else PrefixedDataset(self.weights, f"{name}." if name else "")
+        hook = AlignDevicesHook(
+            place.device,
+            offload=place.offloaded,
+            weights_map=weights,
+            offload_buffers=self.offload_buffers,
+            **self.options,
+            **options,
+        )
+        add_hook_to_module(module, hook, append=True)
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether somebody may call a module with tensors in it that has no hook; a container such as ModuleList cannot."""
+    has_tensors = next(chain(module.parameters(), module.buffers()), None) is not None
+    computes = getattr(module.forward, "__func__", None) is not nn.Module.forward
+    return has_tensors and computes and not hasattr(module, HOOK)
 
 
 def cpu_offload(
@@ -254,7 +421,7 @@ def cpu_offload(
     refuse_second_offload(model)
     own = state_dict
     if own is None:
-        own = {name: tensor.detach().to(HOST) for name, tensor in _tensors_by_name(model).items()}
+        own = {name: tensor.detach().to(HOST) for name, tensor in tensors_of(model).items()}
     weights = OffloadedWeightsLoader(own)
     return _offload(model, execution_device, weights, offload_buffers, preload_module_classes, max_prefetch_bytes)
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from accel_bigmodel.align import take_new_weights
-from accel_bigmodel.device_map import DISK, DeviceMap, device_of_name, resolve_device
+from accel_bigmodel.device_map import DeviceMap
 from accel_bigmodel.dispatch import dispatch_layout
-from accel_bigmodel.load_together import holds_sharded_weights, load_together
+from accel_bigmodel.load_together import load_together
 from accel_bigmodel.loading import Loading, LoadReport, refuse_empty
 from accel_bigmodel.placement import MaxMemory, device_map_by_policy
 from accel_bigmodel.sizes import Dtype, torch_dtype
-from accel_bigmodel.weight_files.reading import load_weights_file
+from accel_bigmodel.tensors import holds_sharded_weights
 from accel_bigmodel.weight_layout import layout_of
 from accel_state.errors import SettingError
 
-__all__ = ("load_checkpoint_and_dispatch", "load_checkpoint_in_model", "load_state_dict")
+__all__ = ("load_checkpoint_and_dispatch", "load_checkpoint_in_model")
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -143,7 +143,7 @@ def load_checkpoint_and_dispatch(
         model = load_checkpoint_and_dispatch(model, "checkpoint", device_map="auto", offload_folder="offload")
     """
     chosen = device_map_by_policy(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
-    if broadcast_from_rank0 or holds_sharded_weights(model):
+    if chosen is None or broadcast_from_rank0 or holds_sharded_weights(model):
         report = load_checkpoint_in_model(
             model,
             checkpoint,
@@ -156,12 +156,7 @@ def load_checkpoint_and_dispatch(
         refuse_empty(model, report, checkpoint)
         return model
     loading = _loading(model, chosen, offload_folder, offload_buffers, dtype)
-    report = loading.run(checkpoint, strict)
-    if chosen is None:
-        take_new_weights(model)
-    refuse_empty(model, report, checkpoint)
-    if chosen is None:
-        return model
+    refuse_empty(model, loading.run(checkpoint, strict), checkpoint)
     return dispatch_layout(
         model,
         loading.layout,
@@ -172,25 +167,3 @@ def load_checkpoint_and_dispatch(
         force_hooks=force_hooks,
         max_prefetch_bytes=max_prefetch_bytes,
     )
-
-
-def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceMap | None = None) -> dict[str, Any]:
-    """The weights of one file by name.
-
-    Args:
-        checkpoint_file: a safetensors file, or one that `torch.save` wrote.
-        device_map: devices by the names of modules and weights; weights for "disk", and all without a map, go to the
-            CPU.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, or contains Python objects other than weights.
-        SettingError: the map names a device that does not exist.
-    """
-    weights = load_weights_file(checkpoint_file)
-    if device_map is None:
-        return weights
-    devices = {name: device_of_name(name, device_map) for name in weights}
-    away = {
-        name: resolve_device(device) for name, device in devices.items() if device is not None and str(device) != DISK
-    }
-    return {name: weight.to(away[name]) if name in away else weight for name, weight in weights.items()}

@@ -6,7 +6,6 @@ The processes synchronise before the first write and after the last read: if one
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,11 +15,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from accel_bigmodel.failed_load import LoadGuard, load_guard
-from accel_bigmodel.hub import local_checkpoint
-from accel_bigmodel.loading import Loading, LoadReport, compare_names, load_progress, tensors_of
-from accel_bigmodel.tied import canonical_name
-from accel_bigmodel.weight_files.reading import Copy, StoredWeight, copy_all, find_weights, open_weights
+from accel_bigmodel.loading import LoadGuard, Loading, LoadReport, compare_names, load_guard, load_progress
+from accel_bigmodel.tensors import canonical_name, holds_sharded_weights, tensors_of
+from accel_bigmodel.weight_files.reading import (
+    Copy,
+    StoredWeight,
+    copy_all,
+    find_weights,
+    local_checkpoint,
+    open_weights,
+)
 from accel_bigmodel.weight_layout import WeightLayout, layout_of
 from accel_ops.agreement import StoreBarrier
 from accel_ops.collectives import broadcast
@@ -29,18 +33,11 @@ from accel_state import current
 from accel_state.errors import AccelError, CheckpointError
 from accel_state.identity import Process
 
-__all__ = ("holds_sharded_weights", "load_together")
+__all__ = ("load_together",)
 
 _FAILURE: Final = "Cannot load a checkpoint on several processes."
 _DEADLINE: Final = 7200.0
 """Seconds to wait for a process that reads; the first one may read a large checkpoint alone."""
-
-
-def holds_sharded_weights(model: nn.Module) -> bool:
-    """Whether weights of the model are sharded over processes by torch, as FSDP2 and tensor parallelism do."""
-    # Code that shards weights has imported this module; importing it only for this check takes a third of a second.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(parameter, module.DTensor) for parameter in model.parameters())
 
 
 def load_together(

@@ -1,38 +1,66 @@
-"""Loads the weights of a checkpoint into a model, in one process."""
+"""Loads the weights of a checkpoint into a model, in one process.
+
+A long load draws a progress bar. A load that fails after its first write leaves a model that cannot be used: calling,
+saving or copying it raises, until a load succeeds.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from accel_bigmodel.device_map import DISK, HOST, Device, check_device_same, resolve_device
-from accel_bigmodel.failed_load import load_guard
-from accel_bigmodel.hub import local_checkpoint
-from accel_bigmodel.offload import offload_weight, save_offload_index
-from accel_bigmodel.place import set_module_tensor_to_device
+from accel_bigmodel.offload import offload_entry, offload_weight, save_offload_index
 from accel_bigmodel.placeholder import Placeholder
 from accel_bigmodel.placement import check_room
-from accel_bigmodel.progress import progress
-from accel_bigmodel.sizes import get_non_persistent_buffers
-from accel_bigmodel.tied import retie_parameters
-from accel_bigmodel.weight_files.reading import Copy, StoredWeight, copy_all, find_weights, open_weights
-from accel_bigmodel.weight_layout import WeightLayout, index_entry
+from accel_bigmodel.tensors import (
+    get_non_persistent_buffers,
+    retie_parameters,
+    set_module_tensor_to_device,
+    tensors_of,
+)
+from accel_bigmodel.weight_files.reading import (
+    Copy,
+    StoredWeight,
+    copy_all,
+    find_weights,
+    local_checkpoint,
+    open_weights,
+)
+from accel_bigmodel.weight_layout import WeightLayout
+from accel_state.console import tqdm
 from accel_state.errors import CheckpointError, SettingError, ShapeMismatch
+from accel_state.settings.installed import importable
 
-__all__ = ("LoadReport", "Loading", "compare_names", "load_progress", "refuse_empty", "tensors_of")
+__all__ = (
+    "PATIENCE",
+    "LoadGuard",
+    "LoadReport",
+    "Loading",
+    "compare_names",
+    "load_guard",
+    "load_progress",
+    "refuse_empty",
+)
 
 _log: Final = logging.getLogger(__name__)
+_MARK: Final = "_accel_failed_load"
+
+PATIENCE: Final = 2.0
+"""Seconds that a load may take before a bar is drawn."""
 
 
-Place: TypeAlias = "Callable[[nn.Module, str, Device, Tensor, torch.dtype | None], None]"
+PlaceWeight: TypeAlias = "Callable[[nn.Module, str, Device, Tensor, torch.dtype | None], None]"
 """Sets one weight of a model: model, name, device, the weight in the dtype of its file, the target dtype."""
 
 
@@ -75,7 +103,7 @@ class Loading:
         offload_folder: str | os.PathLike[str] | None = None,
         offload_buffers: bool = False,
         dtype_of: Callable[[str], torch.dtype | None] = lambda name: None,
-        place: Place | None = None,
+        place: PlaceWeight | None = None,
     ) -> None:
         self.layout = layout
         if offload_folder is None and layout.names_on(DISK):
@@ -182,7 +210,7 @@ class Loading:
         with load_progress(self.model, sum(copy.size for copy in copies)) as advance:
             return copy_all(copies, advance)
 
-    def _place_each(self, stored: Mapping[str, StoredWeight], place: Place) -> int:
+    def _place_each(self, stored: Mapping[str, StoredWeight], place: PlaceWeight) -> int:
         """Read one weight after the other, so that only one is in memory in the form of the file."""
         size = sum(weight.nbytes for weight in stored.values())
         with load_progress(self.model, size) as advance:
@@ -193,28 +221,46 @@ class Loading:
 
     def _leave_on_disk(self, stored: Mapping[str, StoredWeight]) -> None:
         """List the weights of safetensors files in the index of the folder, and write the others there."""
-        index: dict[str, dict[str, Any]] = {}
+        # The layout also has the names of tied weights that the files lack.
+        in_place = self.layout.in_safetensors(DISK)
+        index = {name: offload_entry(weight) for name, weight in in_place.items()}
         for name, weight in stored.items():
-            if entry := index_entry(weight):
-                index[name] = entry
-            elif self._folder is not None:
+            if name not in in_place and self._folder is not None:
                 offload_weight(weight.mapped().to(self._dtype(name, weight)), name, self._folder, index)
             set_module_tensor_to_device(self.model, name, "meta", dtype=self._dtype_of(name))
         if self._folder is not None and index:
             Path(self._folder).mkdir(parents=True, exist_ok=True)
-            # The layout also has the names of tied weights that the files lack.
-            save_offload_index({**index, **self.layout.offload_index()}, self._folder)
+            save_offload_index(index, self._folder)
 
 
-def load_progress(model: nn.Module, size: int) -> AbstractContextManager[Callable[[int], None]]:
-    """The progress bar for a load with this number of bytes."""
-    return progress(f"Loading {type(model).__name__}", size)
+@contextmanager
+def load_progress(model: nn.Module, size: int) -> Iterator[Callable[[int], None]]:
+    """Return a function, callable from any thread, that adds finished bytes and draws a bar if tqdm is installed.
 
+    The bar is created, and its library imported, only after a long wait.
 
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of a model by name, with every name of a tied tensor."""
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return dict(named)
+    Args:
+        model: the model, which the bar names.
+        size: total number of bytes.
+    """
+    start, lock = time.monotonic() + PATIENCE, threading.Lock()
+    done, bar = 0, None
+
+    def advance(count: int) -> None:
+        nonlocal done, bar
+        with lock:
+            done += count
+            if bar is not None:
+                bar.update(count)
+            elif time.monotonic() >= start and importable("tqdm"):
+                name = f"Loading {type(model).__name__}"
+                bar = tqdm(desc=name, total=size, initial=done, unit="B", unit_scale=True, mininterval=0.5)
+
+    try:
+        yield advance
+    finally:
+        if bar is not None:
+            bar.close()
 
 
 def compare_names(
@@ -284,3 +330,80 @@ def refuse_empty(model: nn.Module, report: LoadReport, checkpoint: object) -> No
 def _listed(names: Sequence[str]) -> str:
     more = f", and {len(names) - 10} more" if len(names) > 10 else ""
     return (", ".join(names[:10]) or "none") + more
+
+
+class LoadGuard:
+    """Shared state of a load under `load_guard`: whether it has changed the model.
+
+    Attributes:
+        writes: set to True before the first weight is written.
+    """
+
+    def __init__(self) -> None:
+        self.writes = False
+
+
+@contextmanager
+def load_guard(model: nn.Module, checkpoint: object) -> Iterator[LoadGuard]:
+    """Run a load; if it fails after the first write, the model is marked as unusable.
+
+    A marked model raises CheckpointError with the name of the checkpoint and the first error when it, or a module in
+    it, is called, and when its weights are saved or copied. A load that succeeds removes the mark, and so does
+    `model.load_state_dict` with all names.
+
+    Args:
+        checkpoint: name of the checkpoint, for the error.
+    """
+    earlier: _FailedLoad | None = vars(model).get(_MARK)
+    if earlier is not None:
+        earlier.remove()
+    guard = LoadGuard()
+    try:
+        yield guard
+    except BaseException as error:
+        if guard.writes:
+            _FailedLoad(model, checkpoint, error).add()
+        elif earlier is not None:
+            earlier.add()
+        raise
+
+
+class _FailedLoad:
+    """The hooks of a marked model."""
+
+    def __init__(self, model: nn.Module, checkpoint: object, error: BaseException) -> None:
+        self._model = model
+        self._checkpoint = str(checkpoint)
+        self._error = f"{type(error).__name__}: {error}".replace("\n ", "")
+        self._handles: list[Any] = []
+
+    def add(self) -> None:
+        """Mark the model."""
+        module: Any
+        for module in self._model.modules():
+            self._handles.append(module.register_forward_pre_hook(self._refuse, prepend=True))
+            self._handles.append(module.register_state_dict_pre_hook(self._refuse))
+        whole: Any = self._model
+        self._handles.append(whole.register_load_state_dict_post_hook(self._loaded))
+        setattr(self._model, _MARK, self)
+
+    def remove(self) -> None:
+        """Remove the mark."""
+        while self._handles:
+            self._handles.pop().remove()
+        delattr(self._model, _MARK)
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise CheckpointError(
+            f"Cannot use {type(self._model).__name__}: its weights are partly loaded.",
+            f"The load from {self._checkpoint!r} failed: {self._error}",
+            "Load it again, or load another checkpoint.",
+        )
+
+    def _loaded(self, _: nn.Module, incompatible: Any) -> None:
+        if not incompatible.missing_keys:
+            self.remove()
+
+    def __reduce__(self) -> NoReturn:
+        # Copying and pickling the model call this.
+        self._refuse()

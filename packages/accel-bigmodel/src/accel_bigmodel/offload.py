@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from accel_bigmodel.sizes import convert_bytes, torch_dtype
-from accel_bigmodel.weight_files.reading import WeightFile
+from accel_bigmodel.weight_files.reading import StoredWeight, WeightFile
 from accel_state.errors import CheckpointError, SettingError
 from accel_state.untrusted import (
     dict_of,
@@ -35,6 +35,7 @@ __all__ = (
     "OffloadedWeightsLoader",
     "PrefixedDataset",
     "load_offloaded_weight",
+    "offload_entry",
     "offload_state_dict",
     "offload_weight",
     "read_offload_index",
@@ -77,6 +78,11 @@ def offload_weight(
     if index is not None:
         index[weight_name] = {"dtype": str(data.dtype).removeprefix("torch."), "shape": list(data.shape)}
     return index
+
+
+def offload_entry(weight: StoredWeight) -> dict[str, Any]:
+    """The entry of an index for a weight that stays in its safetensors file."""
+    return {"safetensors_file": str(weight.path.absolute()), "weight_name": weight.name}
 
 
 def _replace(path: Path, content: bytes | memoryview, failed: str) -> None:
@@ -181,10 +187,11 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         state_dict: weights in memory; they have priority over those on the disk.
         save_folder: an offload folder with its index.
         index: used in place of the folder's own index; its entries may name safetensors files.
-        device: device for weights from safetensors files.
+        device: device for weights from safetensors files in the index.
+        stored: weights in files that a load has opened; they need no index.
 
     Raises:
-        SettingError: none of the three sources is given.
+        SettingError: the call names no source.
     """
 
     def __init__(
@@ -193,11 +200,12 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         save_folder: str | os.PathLike[str] | None = None,
         index: Mapping[str, Mapping[str, Any]] | None = None,
         device: Any = None,
+        stored: Mapping[str, StoredWeight] | None = None,
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
             raise SettingError(
                 "Cannot create an OffloadedWeightsLoader.",
-                "Neither state_dict, save_folder nor index is given.",
+                "The call has neither state_dict, save_folder nor index.",
                 "Pass at least one of them.",
             )
         # A copy of the dictionary: pinned memory may replace its weights.
@@ -207,7 +215,8 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             index if index is not None else {} if save_folder is None else read_offload_index(save_folder)
         )
         self.device = device
-        self.all_keys = [*self.state_dict, *(name for name in self.index if name not in self.state_dict)]
+        self.stored = stored or {}
+        self.all_keys = list(dict.fromkeys([*self.state_dict, *self.stored, *self.index]))
         self._mapped: dict[str, Tensor] = {}
         self._files: dict[str, WeightFile] = {}
         self._lock = threading.Lock()
@@ -221,6 +230,8 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
     def __getitem__(self, key: str) -> Tensor:
         if key in self.state_dict:
             return self.state_dict[key]
+        if key in self.stored:
+            return self.stored[key].mapped()
         entry = self.index[key]
         if key in self._mapped:
             return self._mapped[key]

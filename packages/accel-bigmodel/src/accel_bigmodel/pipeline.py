@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from accel_bigmodel.pieces import pieces_of
-from accel_bigmodel.placement import MaxMemory, infer_auto_device_map
+from accel_bigmodel.placement import MaxMemory, infer_auto_device_map, pieces_of
 from accel_ops.collectives import broadcast
 from accel_ops.objects import broadcast_object_list
 from accel_ops.shape import concatenate, slice_tensors

@@ -40,7 +40,7 @@ class Placeholder(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             # `empty_like` of a meta tensor runs Python, which imports hundreds of modules at its first call.
             data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-            return _made(data, name, tensor.requires_grad, isinstance(tensor, nn.Parameter))
+            return _placeholder(data, name, tensor.requires_grad, isinstance(tensor, nn.Parameter))
 
     @classmethod
     def __torch_function__(
@@ -77,7 +77,7 @@ class Placeholder(Tensor):
         return _restored, (tuple(self.shape), self.dtype, self.weight_name, self.requires_grad, self._is_param)
 
 
-def _made(data: Tensor, name: str, requires_grad: bool = False, is_parameter: bool = False) -> Placeholder:
+def _placeholder(data: Tensor, name: str, requires_grad: bool = False, is_parameter: bool = False) -> Placeholder:
     placeholder: Placeholder = Tensor._make_subclass(Placeholder, data, requires_grad)
     placeholder.weight_name = name
     # By this attribute, torch recognises a parameter that has another class.
@@ -88,7 +88,7 @@ def _made(data: Tensor, name: str, requires_grad: bool = False, is_parameter: bo
 def _restored(
     shape: tuple[int, ...], dtype: torch.dtype, name: str, requires_grad: bool, is_parameter: bool
 ) -> Placeholder:
-    return _made(torch.empty(shape, dtype=dtype, device="meta"), name, requires_grad, is_parameter)
+    return _placeholder(torch.empty(shape, dtype=dtype, device="meta"), name, requires_grad, is_parameter)
 
 
 def _unreadable(name: str) -> NotOffered:
@@ -115,7 +115,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 def _named(result: Any, name: str) -> Any:
     """The result of an operation, with placeholders in place of tensors on the meta device."""
     if type(result) is Tensor and result.is_meta:
-        return _made(result, name, result.requires_grad)
+        return _placeholder(result, name, result.requires_grad)
     if type(result) in (list, tuple):
         return type(result)(_named(item, name) for item in result)
     return result

@@ -26,9 +26,13 @@ from accel_bigmodel.device_map import (
 )
 from accel_bigmodel.dispatch import dispatch_layout
 from accel_bigmodel.loading import Loading, refuse_empty
-from accel_bigmodel.place import set_module_tensor_to_device, submodule_and_leaf
 from accel_bigmodel.placement import MaxMemory, device_map_by_policy
-from accel_bigmodel.tied import find_tied_parameters, retie_parameters
+from accel_bigmodel.tensors import (
+    find_tied_parameters,
+    retie_parameters,
+    set_module_tensor_to_device,
+    submodule_and_leaf,
+)
 from accel_bigmodel.trainable import BITSANDBYTES
 from accel_bigmodel.weight_layout import layout_of
 from accel_state.choices import CustomDtype

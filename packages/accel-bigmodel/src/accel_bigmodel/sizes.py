@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -25,9 +25,7 @@ __all__ = (
     "convert_file_size_to_int",
     "dtype_byte_size",
     "get_max_layer_size",
-    "get_non_persistent_buffers",
     "measure",
-    "named_module_tensors",
     "torch_dtype",
 )
 
@@ -75,15 +73,15 @@ def convert_bytes(size: float) -> str:
 
     Example:
         >>> convert_bytes(1500), convert_bytes(12)
-        ('1.46 KB', '12 bytes')
+        ('1.46 KiB', '12 bytes')
     """
     if size < 1024:
         return f"{round(size, 2)} bytes"
-    for unit in ("KB", "MB", "GB", "TB"):
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
         size /= 1024
         if size < 1024:
             return f"{round(size, 2)} {unit}"
-    return f"{round(size / 1024, 2)} PB"
+    return f"{round(size / 1024, 2)} PiB"
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:
@@ -114,46 +112,6 @@ def dtype_byte_size(dtype: Dtype | CustomDtype) -> float:
         return _CUSTOM[dtype]
     resolved = torch_dtype(dtype)
     return 1 / 8 if resolved == torch.bool else resolved.itemsize
-
-
-def named_module_tensors(
-    module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
-) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, then buffers, of a module, each with its name.
-
-    Args:
-        module: the module.
-        include_buffers: whether buffers follow the parameters.
-        recurse: whether to include those of its submodules.
-        remove_non_persistent: omit the buffers that a state dict omits.
-    """
-    # torch's own iterators take several times as long for a single module.
-    yield from module.named_parameters() if recurse else _not_none(module._parameters)
-    if include_buffers:
-        skipped = get_non_persistent_buffers(module, recurse=recurse, fqns=True) if remove_non_persistent else ()
-        for name, buffer in module.named_buffers() if recurse else _not_none(module._buffers):
-            if name not in skipped:
-                yield name, buffer
-
-
-def _not_none(tensors: Mapping[str, Tensor | None]) -> list[tuple[str, Tensor]]:
-    return [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
-
-
-def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Names of the buffers that a state dict omits.
-
-    Args:
-        module: the module.
-        recurse: whether to include those of its submodules.
-        fqns: return names relative to `module`, such as "block.0.mask", instead of only the last part.
-    """
-    modules = module.named_modules(remove_duplicate=False) if recurse else [("", module)]
-    return {
-        f"{prefix}.{name}" if fqns and prefix else name
-        for prefix, owner in modules
-        for name in owner._non_persistent_buffers_set
-    }
 
 
 def byte_counter(

@@ -1,7 +1,8 @@
 """The location of each weight of a model: its device, and the file with its data.
 
-A load creates one layout, fills in the files and passes it to the hooks. Names, ties and the device map are checked
-once, when the layout is created.
+A load creates one layout and fills in the files. Dispatch puts each weight on its device by the same layout, and the
+hooks of offloaded weights read them from its files. Names, ties and the device map are checked once, when the layout
+is created.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from accel_bigmodel.device_map import DISK, check_device_map, device_of_name, matching_entries
-from accel_bigmodel.tied import find_tied_parameters
+from accel_bigmodel.device_map import checked_entries, device_of_name
+from accel_bigmodel.tensors import find_tied_parameters, get_non_persistent_buffers
 from accel_bigmodel.weight_files.names import is_safetensors
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from accel_bigmodel.device_map import Device, DeviceMap
     from accel_bigmodel.weight_files.reading import StoredWeight
 
-__all__ = ("WeightLayout", "WeightSpec", "index_entry", "layout_of")
+__all__ = ("WeightLayout", "WeightSpec", "layout_of")
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,10 @@ class WeightLayout:
         """Names of the weights on a device, such as "disk"."""
         return [name for name, weight in self.weights.items() if str(weight.device) == device]
 
-    def offload_index(self) -> dict[str, dict[str, Any]]:
-        """The offload index of the weights on the disk; empty unless each one is in a safetensors file."""
-        stored = {name: self.weights[name].stored for name in self.names_on(DISK)}
-        entries = {name: index_entry(weight) for name, weight in stored.items() if weight is not None}
-        return entries if all(entries.values()) and len(entries) == len(stored) else {}
+    def in_safetensors(self, device: str) -> dict[str, StoredWeight]:
+        """The weights on a device that a safetensors file holds, from which hooks can read them."""
+        stored = {name: self.weights[name].stored for name in self.names_on(device)}
+        return {name: weight for name, weight in stored.items() if weight is not None and is_safetensors(weight.path)}
 
     def with_files(self, stored: Mapping[str, StoredWeight]) -> WeightLayout:
         """The same layout, with the files of some weights filled in; names that the model lacks are ignored.
@@ -84,13 +84,6 @@ class WeightLayout:
         return replace(self, weights={**self.weights, **filled})
 
 
-def index_entry(weight: StoredWeight) -> dict[str, Any]:
-    """The entry of an offload index for a weight that stays in its file; empty if it is not a safetensors file."""
-    if not is_safetensors(weight.path):
-        return {}
-    return {"safetensors_file": str(weight.path.absolute()), "weight_name": weight.name}
-
-
 def layout_of(model: nn.Module, device_map: DeviceMap | None = None) -> WeightLayout:
     """Create the layout of a model, which may be on the meta device, and check its device map.
 
@@ -98,13 +91,8 @@ def layout_of(model: nn.Module, device_map: DeviceMap | None = None) -> WeightLa
         SettingError: the device map names a device that does not exist, or leaves weights without a device.
     """
     if device_map is not None:
-        check_device_map(model, device_map)
-        device_map = matching_entries(model, device_map)
-    skipped = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for name in module._non_persistent_buffers_set
-    }
+        device_map = checked_entries(model, device_map)
+    skipped = get_non_persistent_buffers(model, recurse=True, fqns=True)
     tensors: list[tuple[str, Any, bool]] = [(n, p, False) for n, p in model.named_parameters(remove_duplicate=False)]
     tensors += [(n, b, True) for n, b in model.named_buffers(remove_duplicate=False) if n not in skipped]
     weights = {

@@ -26,7 +26,7 @@ from accel_state.untrusted import integer, list_of, printable, record
 __all__ = ("Folder", "Store", "as_lines", "checkpoint_place", "copy", "described_lines")
 
 _POSITIONS = list_of(record({"epoch": integer(), "batch": integer()}))
-_UNITS = ("B", "KB", "MB", "GB", "TB")
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class Folder(NamedTuple):
@@ -317,12 +317,12 @@ def shown_size(size: float) -> str:
 
     Example:
         >>> shown_size(1_234_000)
-        '1.2 MB'
+        '1.2 MiB'
     """
     for unit in _UNITS:
-        if size < 1000 or unit == _UNITS[-1]:
+        if size < 1024 or unit == _UNITS[-1]:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
+        size /= 1024
     raise AssertionError("the last unit has no limit")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from accel_bigmodel.tied import canonical_name, find_tied_parameters, preserved_ties
+from accel_bigmodel.tensors import canonical_name, find_tied_parameters, preserved_ties
 from accel_state.errors import CheckpointError
 
 __all__ = (

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = (
     "BACKENDS",
     "build",
+    "check_config",
     "choose",
     "config_among",
     "configured_precision",
@@ -140,6 +141,28 @@ def strategy_class(manifest: Manifest) -> type[Strategy]:
 
     strategy: type[Strategy] = _part(manifest, manifest.strategy, Interface(subclass_of=Strategy))
     return strategy
+
+
+def check_config(parameter: str, config: object) -> None:
+    """Check an argument that selects a backend, before anything starts.
+
+    Args:
+        parameter: name of the argument, such as "fsdp_plugin".
+        config: a settings object, or several by name.
+
+    Raises:
+        NotOffered: no installed backend has settings of this class.
+    """
+    first = _first_of(config)
+    manifests = BACKENDS.values()
+    if any(_target_is_type_of(manifest.config, first) for manifest in manifests):
+        return
+    classes = sorted({one.config.rpartition(":")[2] for one in manifests if one.parameter == parameter})
+    raise NotOffered(
+        f"Cannot use {parameter}={config!r:.60}.",
+        f"It is a {type(config).__name__}, and no settings object of an installed backend.",
+        f"Write {parameter}={classes[0]}(...)." if classes else "Install the package that provides the backend.",
+    )
 
 
 def config_among(manifest: Manifest, given: Iterable[object]) -> Any:

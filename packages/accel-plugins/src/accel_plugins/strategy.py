@@ -14,6 +14,7 @@ callers pass `prepared.as_set_up(item)`.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,13 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from accel_plugins.manifest import Capabilities, ObjectKind
 from accel_state.library import stack_level
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from accel_plugins.shards import BatchShare, Shards
     from accel_plugins.transform import Transform
 
-__all__ = ("Strategy", "finite_or_zero")
+__all__ = ("Strategy", "clip_to_norm")
 
 _NULL_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
 
@@ -266,7 +267,7 @@ class Strategy:
         send both in one message.
         """
         norm: Any
-        if self.overrides("clip_norm"):
+        if type(self).clip_norm is not Strategy.clip_norm:
             norm = self.clip_norm(parameters, float("inf") if max_norm is None else max_norm, norm_type)
         else:
             gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
@@ -275,8 +276,9 @@ class Strategy:
                 gradients = [one.coalesce().values() if one.is_sparse else one for one in gradients]
             norm = torch.nn.utils.get_total_norm(gradients, norm_type)
             if max_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, finite_or_zero(norm))
-            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+                clip_to_norm(parameters, max_norm, norm)
+            if type(norm) is not Tensor and hasattr(norm, "full_tensor"):
+                norm = norm.full_tensor()
         if sums is not None:
             if norm is not None:
                 sums[-1] = norm
@@ -455,10 +457,21 @@ class Strategy:
         """
 
 
-def finite_or_zero(norm: Tensor) -> Tensor:
-    """The norm by which gradients are clipped: 0, which leaves them as they are, in place of one that is not finite."""
-    return norm.nan_to_num(nan=0.0, posinf=0.0)
+def clip_to_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale gradients with a total norm down to a norm; where it is not finite, they stay as they are."""
+    if type(norm) is not Tensor or not norm.is_cpu:
+        # A norm of 0 scales nothing. On the device nobody waits for the answer.
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.nan_to_num(nan=0.0, posinf=0.0))
+    elif _SURELY_BELOW * max_norm - _TORCHS_MARGIN <= norm.item() < math.inf:
+        # The host knows the norm, so gradients are not multiplied by 1.
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
+
+_TORCHS_MARGIN: Final = 1e-6
+"""What torch adds to a norm before it divides by it."""
+
+_SURELY_BELOW: Final = 0.999
+"""A norm below this fraction of the limit has a factor of 1, however it is rounded."""
 
 _IS_SPARSE: Final = attrgetter("is_sparse")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_bigmodel.load import load_state_dict
+from accel_bigmodel.weight_files import load_weights_file
 from accel_plugins.bundle import Bundle
 from accel_plugins.manifest import ObjectKind
 from accel_plugins.resolve import BACKENDS, config_among
@@ -243,7 +243,7 @@ class AcceleratorSuite(BackendSuite):
     @needs("state_dict", "exact_gradients")
     def test_save_model_writes_the_weights_of_one_process(self, run: Run, tmp_path: Path) -> None:
         run(train_and_save_model, self.case(), str(tmp_path))
-        written = {name: value.tolist() for name, value in load_state_dict(tmp_path / "model.safetensors").items()}
+        written = {name: value.tolist() for name, value in load_weights_file(tmp_path / "model.safetensors").items()}
         assert written == self.near(Plain(self.case()).run().weights())
 
 

@@ -48,6 +48,12 @@ _MOST_FILES = 64
 _FREE_FILES = 500
 """Descriptors from this number on are not in use."""
 
+_ALWAYS_PRELOADED = (
+    *("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"),
+    "torch.nn.parallel.distributed",
+)
+"""Modules that take a process a second or more, and that most processes import: `torch._dynamo` with any optimizer."""
+
 _PRELOADED = ("torch.", "accel_")
 """Modules of these packages are imported before a fork if the process of the tests has imported them."""
 
@@ -181,9 +187,10 @@ class ForkServer:
         return Forked(pid, status)
 
     def _to_preload(self, modules: Sequence[str]) -> list[str]:
-        """`modules`, and the modules that this process has imported since the last request, in the order of import."""
+        """What is not preloaded yet of `modules`, and of the modules that this process has imported, in that order."""
         imported = [name for name in list(sys.modules) if _can_preload(name)]
-        names = [name for name in dict.fromkeys((*imported, *modules)) if name not in self._preloaded]
+        wanted = dict.fromkeys((*_ALWAYS_PRELOADED, *imported, *modules))
+        names = [name for name in wanted if name not in self._preloaded]
         self._preloaded.update(names)
         return names
 

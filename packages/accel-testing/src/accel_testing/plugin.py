@@ -50,6 +50,7 @@ __all__ = (
     "four",
     "fresh_state",
     "gpus",
+    "new_python",
     "on_devices",
     "one",
     "preloaded_python",
@@ -212,6 +213,12 @@ def preloaded_python(request: pytest.FixtureRequest) -> Iterator[None]:
 
     with PreloadedPython(getattr(request.module, "PRELOADED", ())):
         yield
+
+
+@pytest.fixture
+def new_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the scripts of a test in new interpreters, in a module whose other tests use `preloaded_python`."""
+    monkeypatch.delenv("PRELOADED_PYTHON", raising=False)
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ A new interpreter needs seconds to import torch, and a launched script starts on
 
 The forked process has the open files, environment, folder, processors and ignored signals of the interpreter, and runs
 the script as `__main__`. The interpreter forwards signals to it, and ends with its exit code or signal. Only the
-process id, the parent and the session differ. Commands (`-c`) that import torch and `-m torch.distributed.run` are
-passed on too. Everything else starts as usual: other modules, programs such as `accel`, and interpreters with options.
-Do not use it in a test for which the difference matters.
+process id, the parent and the session differ. Commands (`-c`) that name torch or a package that imports it, and
+`-m torch.distributed.run`, are passed on too. Everything else starts as usual: other modules, programs such as `accel`,
+and interpreters with options. Do not use it in a test for which the difference matters.
 """
 
 from __future__ import annotations
@@ -36,9 +36,6 @@ from accel_testing.processes import fork_server_of
 
 __all__ = ("PreloadedPython",)
 
-_MODULES = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.nn.parallel.distributed", "torch._dynamo")
-"""Modules that training on several processes imports, in addition to those that the tests' process has imported."""
-
 _AT_START = str(Path(__file__).with_name("at_start"))
 _STATUS = struct.Struct("i")
 _MOST_FILES = 64
@@ -52,7 +49,7 @@ class PreloadedPython:
     """
 
     def __init__(self, modules: Sequence[str] = ()) -> None:
-        self._modules = (*_MODULES, *modules)
+        self._modules = tuple(modules)
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> PreloadedPython:

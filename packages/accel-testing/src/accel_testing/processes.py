@@ -279,7 +279,8 @@ class _Member:
 
 _starting = threading.Lock()
 _servers: dict[int, ForkServer] = {}
-"""A server for each rank: each has another hash seed, so that tests detect code that depends on the order of sets."""
+_SERVERS: Final = 2
+"""Ranks take turns at servers of different hash seeds, so that tests detect code that depends on the order of sets."""
 
 
 def _start(
@@ -302,9 +303,10 @@ def _start(
 def fork_server_of(rank: int) -> ForkServer:
     """The server that forks the processes of a rank; it starts with the first call."""
     with _starting:
-        if rank not in _servers or not _servers[rank].alive:
-            _servers[rank] = ForkServer()
-        return _servers[rank]
+        number = rank % _SERVERS
+        if number not in _servers or not _servers[number].alive:
+            _servers[number] = ForkServer()
+        return _servers[number]
 
 
 def run_command(

@@ -68,10 +68,10 @@ def keep_exact(session: Session, loader: Any) -> None:
         )
     session.accumulation.weigh_samples()
     # Weak: the session has a reference to the loader.
-    known = weakref.ref(session)
+    session_reference = weakref.ref(session)
 
     def stand_in(counts: StepCounts, index: int) -> AbstractContextManager[None]:
-        session = known()
+        session = session_reference()
         return nullcontext() if session is None else _step_with_stand_ins(session, counts, index)
 
     loader.stand_in = stand_in

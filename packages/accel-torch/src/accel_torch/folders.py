@@ -66,16 +66,16 @@ def _next_automatic(project: ProjectConfiguration) -> Path:
     return target
 
 
-def given_folder(given: str | os.PathLike[str] | None, method: str) -> str:
+def given_folder(folder: str | os.PathLike[str] | None, method: str) -> str:
     """The folder that a script gave to `method`.
 
     Raises:
         SettingError: it gave none.
     """
-    if given is None:
+    if folder is None:
         raise SettingError(
             f"Cannot call {method}() without a folder.",
             "Automatic naming of checkpoints is off.",
             "Give a folder, or give ProjectConfiguration(automatic_checkpoint_naming=True) to the Accelerator.",
         )
-    return os.path.expanduser(os.fspath(given))
+    return os.path.expanduser(os.fspath(folder))

@@ -60,31 +60,31 @@ def load_state(
             with barrier.reporting():
                 if session.saver is not None:
                     session.saver.wait()
-                found = _chosen(session, barrier, input_dir, missing_ok, stack)
-                if found is not None:
-                    with found.as_named():
-                        _demand_prepared(session, found.folder)
-                        manifest = read_manifest(found.folder)
+                chosen = _chosen(session, barrier, input_dir, missing_ok, stack)
+                if chosen is not None:
+                    with chosen.as_named():
+                        _demand_prepared(session, chosen.folder)
+                        manifest = read_manifest(chosen.folder)
                         facts = {} if manifest is None else manifest.facts
-                        _demand_same_window(session, found.folder, facts)
-                        _load(session, found, facts, dict(options), barrier)
-                        _follow(session, found.place, facts)
-            displaced = "displaced" if found is not None and _is_displaced(found) else ""
+                        _demand_same_window(session, chosen.folder, facts)
+                        _load(session, chosen, facts, dict(options), barrier)
+                        _follow(session, chosen.place, facts)
+            displaced = "displaced" if chosen is not None and _is_displaced(chosen) else ""
             if not barrier.wait("read", displaced, max, last=True):
-                return None if found is None else found.place
+                return None if chosen is None else chosen.place
         logger.warning("%s was replaced by another run while it was read, and is loaded again.", input_dir)
     raise _replaced(Path(os.fspath(input_dir or "the newest checkpoint")))
 
 
 def _load(
-    session: Session, found: _Chosen, facts: Mapping[str, Any], options: dict[str, Any], barrier: StoreBarrier
+    session: Session, chosen: _Chosen, facts: Mapping[str, Any], options: dict[str, Any], barrier: StoreBarrier
 ) -> None:
     map_location = _place(session, options.pop("map_location", None))
     allow_missing = options.pop("allow_missing", ())
     allow_unread = options.pop("allow_unread", ())
     trusted = not options.pop("weights_only", True)
     session.accumulation.step = load_folder(
-        found.folder,
+        chosen.folder,
         session.prepared,
         session.strategy,
         session.process,
@@ -94,14 +94,14 @@ def _load(
         allow_missing=allow_missing,
         allow_unread=allow_unread,
         hooks=list(session.prepared.load_hooks.values()),
-        shown=found.shown,
+        shown=chosen.shown,
         facts=facts,
         # What follows may be collective, so nobody begins it unless all can.
         checked=lambda: barrier.wait("checked"),
     )
     load_gradients(
         session.prepared.unwrapped_models(session.strategy.unwrap),
-        found.folder,
+        chosen.folder,
         session.state.process_index,
     )
 
@@ -245,13 +245,13 @@ def _chosen(
     if folder.is_dir() and not any(folder.iterdir()):
         # If processes gave different names to save_state, the files are in the main process's folder.
         folder = mains
-    found = _found(session, barrier, folder)
-    if found is None and missing_ok:
+    existing = _named_checkpoint(session, barrier, folder)
+    if existing is None and missing_ok:
         return None
     asked = f"Cannot load the checkpoint {folder}."
-    if found is None:
+    if existing is None:
         raise CheckpointNameError(asked, "There is no such folder.", "Give a folder that save_state() wrote.")
-    chosen = _opened(barrier, found, "open", stack)
+    chosen = _opened(barrier, existing, "open", stack)
     if damage := _damage(session, barrier, chosen, "contents"):
         raise CheckpointError(asked, damage, "Load an older checkpoint.")
     return chosen
@@ -303,7 +303,7 @@ def _replaced(folder: Path) -> CheckpointError:
     )
 
 
-def _found(session: Session, barrier: StoreBarrier, folder: Path) -> Path | None:
+def _named_checkpoint(session: Session, barrier: StoreBarrier, folder: Path) -> Path | None:
     """The folder of a named checkpoint; each local main process restores one that a crashed run had moved aside.
 
     Raises:
@@ -311,10 +311,10 @@ def _found(session: Session, barrier: StoreBarrier, folder: Path) -> Path | None
     """
     process = session.process
     with barrier.reporting():
-        found = located(folder) if process.topology.is_local_main else None
+        existing = located(folder) if process.topology.is_local_main else None
         barrier.wait("recover")
         if not process.topology.is_local_main:
-            found = located(folder)
+            existing = located(folder)
 
     def seen_by_all(answers: Sequence[str]) -> str:
         blind = [str(rank) for rank, seen in enumerate(answers) if not seen]
@@ -326,8 +326,8 @@ def _found(session: Session, barrier: StoreBarrier, folder: Path) -> Path | None
             )
         return ""
 
-    barrier.wait("find", "" if found is None else "seen", seen_by_all)
-    return found
+    barrier.wait("find", "" if existing is None else "seen", seen_by_all)
+    return existing
 
 
 def _newest_good(session: Session, barrier: StoreBarrier, missing_ok: bool, stack: ExitStack) -> _Chosen | None:
@@ -364,8 +364,8 @@ def _newest_good(session: Session, barrier: StoreBarrier, missing_ok: bool, stac
 def _damage(session: Session, barrier: StoreBarrier, chosen: _Chosen, phase: str) -> str:
     """The problems that the processes find in a folder, on every process; each verifies its share of the contents."""
     with barrier.reporting():
-        found = _own_damage(chosen.folder, session.process, session.options.project.verify == "hashes")
-    return barrier.wait(phase, json.dumps(found[:_REPORTED]), _in_one_text)
+        damage = _own_damage(chosen.folder, session.process, session.options.project.verify == "hashes")
+    return barrier.wait(phase, json.dumps(damage[:_REPORTED]), _in_one_text)
 
 
 def _in_one_text(answers: Sequence[str]) -> str:
@@ -391,26 +391,26 @@ def _newest(
         missing_ok: whether there may be none at all.
     """
     folder = automatic_folder(session.options.project)
-    known = available(folder)
-    following = known[-1].number + 1 if known else 0
-    found, failure = None, None
+    local = available(folder)
+    following = local[-1].number + 1 if local else 0
+    newest, failure = None, None
     try:
-        found = find_newest(folder, damaged=damaged)
+        newest = find_newest(folder, damaged=damaged)
     except CheckpointError as error:
         failure = error
     stored = None
     if session.uploader is not None:
         from accel_torch.remote import newest_on_store
 
-        stored = newest_on_store(session, found is not None, on_store)
+        stored = newest_on_store(session, newest is not None, on_store)
     if stored is not None:
         following = max(following, stored.number + 1)
-        numbers = {checkpoint.path: checkpoint.number for checkpoint in known}
-        if found is None or stored.number > numbers[found]:
+        numbers = {checkpoint.path: checkpoint.number for checkpoint in local}
+        if newest is None or stored.number > numbers[newest]:
             return {"folder": None, "url": stored.path, "following": following}
-    if failure is not None and (known or on_store or not missing_ok):
+    if failure is not None and (local or on_store or not missing_ok):
         raise failure
-    return {"folder": None if found is None else str(found), "url": None, "following": following}
+    return {"folder": None if newest is None else str(newest), "url": None, "following": following}
 
 
 def _decided_by_main(

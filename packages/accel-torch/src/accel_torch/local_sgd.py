@@ -5,6 +5,7 @@ Stich, "Local SGD Converges Fast and Communicates Little" (ICLR 2019).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from accel_plugins.layers import strategy_model
 from accel_state.errors import SettingError
 from accel_state.settings.integers import as_int
+from accel_torch.hooks import Hook
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -32,7 +34,8 @@ class LocalSGD:
 
     Raises:
         SettingError: `local_sgd_steps` is not an int of at least 1.
-        NotOffered: the backend shards the parameters.
+        NotOffered: the backend shards the parameters; or, when the block is entered, a `StepGuard` watches a run in
+            fp16.
 
     Example:
         >>> with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
@@ -58,11 +61,14 @@ class LocalSGD:
         self.num_steps = 0
         self.accelerator, self.model, self.local_sgd_steps = accelerator, model, steps
         self.model_sync_obj: AbstractContextManager[object] | None = None
+        self._count = _KeptCount(self)
 
     def __enter__(self) -> LocalSGD:
         if self.enabled:
-            for replicas_separate in self.accelerator.session.hooks.replicas_separate:
+            hooks = self.accelerator.session.hooks
+            for replicas_separate in hooks.replicas_separate:
                 replicas_separate()
+            hooks.enter(self._count)
             self.model_sync_obj = self.accelerator.no_sync(self.model)
             self.model_sync_obj.__enter__()
         return self
@@ -74,6 +80,7 @@ class LocalSGD:
             return
         self.model_sync_obj.__exit__(kind, error, trace)
         self.model_sync_obj = None
+        self.accelerator.session.hooks.leave(self._count)
         # After an error the other processes may never reach the collective.
         if kind is None:
             self._average()
@@ -88,3 +95,19 @@ class LocalSGD:
 
     def _average(self) -> None:
         self.accelerator.session.strategy.average_parameters(strategy_model(self.model))
+
+
+class _KeptCount(Hook):
+    """Takes the number of steps back when the run returns to a snapshot, so that averages come at the same steps."""
+
+    def __init__(self, local_sgd: LocalSGD) -> None:
+        self._local_sgd = local_sgd
+
+    def keep_state(self) -> Callable[[], None]:
+        """Keep the number of steps."""
+        steps = self._local_sgd.num_steps
+
+        def put_back() -> None:
+            self._local_sgd.num_steps = steps
+
+        return put_back

@@ -60,15 +60,15 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
     """Numbers by name; None for a value that is not a number, so that every process can report it."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     alike: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             alike.setdefault((value.device, value.dtype), {})[name] = value.detach().reshape(())
     for tensors in alike.values():
         # One copy from the device for all numbers.
-        found.update(zip(tensors, map(float, torch.stack(list(tensors.values())).tolist()), strict=True))
-    return {name: found[name] if name in found else _number(value) for name, value in values.items()}
+        numbers.update(zip(tensors, map(float, torch.stack(list(tensors.values())).tolist()), strict=True))
+    return {name: numbers[name] if name in numbers else _number(value) for name, value in values.items()}
 
 
 def _number(value: Any) -> float | None:

@@ -63,6 +63,10 @@ class LossWeights(Hook):
         accumulation: the position in the window.
         process: this process and its transport.
         optimizers: those that use the gradients.
+
+    Attributes:
+        apart: during a backward pass whose gradients are kept apart, the number of its loss; else None.
+        scales: by loss, the factor of the gradients that were kept apart in the window that ended last.
     """
 
     def __init__(self, accumulation: _Window, process: Process, optimizers: Sequence[Optimizer]) -> None:
@@ -77,6 +81,8 @@ class LossWeights(Hook):
         self._units: list[float] = []
         # By loss: its gradients from earlier micro-batches of the window, by parameter.
         self._apart: list[dict[Tensor, Tensor]] = []
+        self.apart: int | None = None
+        self.scales: list[float] = []
 
     @property
     def pending(self) -> bool:
@@ -138,7 +144,7 @@ class LossWeights(Hook):
         accumulation.factor = 1.0
         if not self._last and alike:
             for number, (loss, weight) in enumerate(losses):
-                with self._kept_apart(self._apart[number]):
+                with self._kept_apart(number):
                     options = {"retain_graph": True} if number + 1 < len(losses) else {}
                     backward(loss * (weight / self._units[number]), **options)
             return
@@ -150,8 +156,9 @@ class LossWeights(Hook):
         # Backward averages over the processes. Without tokens the gradient is zero.
         factors = [self._process.world_size / total if total else 0.0 for total in totals]
         if micro_batches > 1:
-            for gradients, factor, unit in zip(apart, factors, self._units, strict=True):
-                _add(gradients, factor * unit)
+            self.scales = [factor * unit for factor, unit in zip(factors, self._units, strict=True)]
+            for gradients, scale in zip(apart, self.scales, strict=True):
+                _add(gradients, scale)
             self._units = self._mean_weights(totals, micro_batches)
         backward(sum(loss * (weight * factor) for (loss, weight), factor in zip(losses, factors, strict=True)))
 
@@ -160,15 +167,15 @@ class LossWeights(Hook):
         return [power_of_two_near(total, micro_batches * self._process.world_size) for total in totals]
 
     @contextmanager
-    def _kept_apart(self, gradients: dict[Tensor, Tensor]) -> Iterator[None]:
-        """Block whose backward pass adds to these gradients, and not to those of the optimizers' parameters.
+    def _kept_apart(self, number: int) -> Iterator[None]:
+        """Block whose backward pass adds to the gradients of a loss, and not to those of the optimizers' parameters.
 
         Raises:
             NotOffered: the backend could not compute a second backward pass of the same forward.
         """
         parameters = [p for one in self._optimizers for group in one.param_groups for p in group["params"]]
         before = [parameter.grad for parameter in parameters]
-        accumulation = self._accumulation
+        accumulation, gradients = self._accumulation, self._apart[number]
         with ExitStack() as stack:
             for model in map(strategy_model, accumulation.models):
                 if accumulation.strategy.passes_are_local(model) and not accumulation.gradient.plugin.sync_each_batch:
@@ -178,8 +185,10 @@ class LossWeights(Hook):
             try:
                 for parameter in parameters:
                     parameter.grad = gradients.get(parameter)
+                self.apart = number
                 yield
             finally:
+                self.apart = None
                 for parameter, grad in zip(parameters, before, strict=True):
                     if parameter.grad is not None:
                         gradients[parameter] = parameter.grad

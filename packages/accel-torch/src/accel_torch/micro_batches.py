@@ -175,13 +175,13 @@ def find_micro_batch_size(
         barrier.leave()
     else:
         _search_with_restarts(step, search, barrier, process, accelerator, _Memory.of(accelerator, file), deadline)
-    if not search.found:
+    if not search.fitting:
         raise OutOfMemory(
             f"Cannot find a micro-batch size for a global batch of {global_batch_size}.",
             "The device of at least one process ran out of memory with a single sample.",
             "Use a smaller model or shorter samples, or shard the model.",
         )
-    return MicroBatches(search.found, search.largest, search.trials, accelerator)
+    return MicroBatches(search.fitting, search.largest, search.trials, accelerator)
 
 
 def _shard_size(global_batch_size: int, process: Process, accelerator: Accelerator | None) -> int:
@@ -237,7 +237,7 @@ class Search:
         return len(self._sizes) - 1 if untried and len(self._sizes) <= _FEW else (self._fits + self._fails) // 2
 
     @property
-    def found(self) -> int:
+    def fitting(self) -> int:
         """The largest size known to fit, or 0."""
         return self._sizes[self._fits] if self._fits >= 0 else 0
 
@@ -340,12 +340,12 @@ class _Memory:
 
     def write(self, search: Search, tried: bool = False) -> None:
         """Store the results; with `tried`, the current size counts as too large."""
-        known = search.state()
+        state = search.state()
         if tried and search.index is not None:
-            known[2:] = search.index, search.trials + 1
+            state[2:] = search.index, search.trials + 1
         self._path.parent.mkdir(parents=True, exist_ok=True)
         new = self._path.with_suffix(".new")
-        new.write_text(json.dumps(known))
+        new.write_text(json.dumps(state))
         new.replace(self._path)
 
 

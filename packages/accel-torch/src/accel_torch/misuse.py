@@ -126,10 +126,10 @@ class MisuseGuard(Hook):
         self._replaced |= {id(old): weakref.ref(old) for old in alive if id(old) not in now}
         through_own = self._strategy.capabilities.syncs_in_own_forward and self._several
         for model, own in zip(self._unprepared, bundle.models, strict=True):
-            known = _PreparedModel(own, through_own and own is not model())
-            self._models.append(known)
+            prepared = _PreparedModel(own, through_own and own is not model())
+            self._models.append(prepared)
             if self._several:
-                self._handles.append(own.register_forward_pre_hook(_NoteForward(self, known), with_kwargs=True))
+                self._handles.append(own.register_forward_pre_hook(_NoteForward(self, prepared), with_kwargs=True))
         if bundle.models:
             self.watch_steps()
 
@@ -264,8 +264,8 @@ class MisuseGuard(Hook):
         if any(parameter.grad is not None for parameter in parameters):
             return
         for parameter in parameters:
-            known = self._replaced.get(id(parameter))
-            if known is not None and known() is parameter:
+            original = self._replaced.get(id(parameter))
+            if original is not None and original() is parameter:
                 raise Conflict(
                     "Cannot step an optimizer.",
                     "prepare() replaced the parameters of the model, and this optimizer still has the old ones, which "
@@ -299,14 +299,14 @@ class MisuseGuard(Hook):
     def _check_forward(self, parameters: Sequence[Parameter]) -> None:
         """Detect gradients of a model whose prepared version was never called."""
         own = {id(parameter) for parameter in parameters if parameter.grad is not None}
-        for known in self._models:
-            model = known.model()
-            if known.forwards or not known.synchronises or model is None:
+        for prepared in self._models:
+            model = prepared.model()
+            if prepared.forwards or not prepared.synchronises or model is None:
                 continue
             if any(id(parameter) in own for parameter in model.parameters()):
                 self._warn(
                     "forward",
-                    f"An optimizer steps with gradients of {type(known.inner(self._strategy)).__name__}, but the "
+                    f"An optimizer steps with gradients of {type(prepared.inner(self._strategy)).__name__}, but the "
                     "model that prepare() returned was never called.",
                     "Gradients are averaged over processes only after a forward of that model.",
                     "Write `model = accelerator.prepare(model)` and call this model.",
@@ -318,7 +318,7 @@ class MisuseGuard(Hook):
             return
         # An optimizer of plain tensors, such as inputs that an attack changes, trains no model.
         trained = [one for one in parameters if one.grad is not None and isinstance(one, torch.nn.Parameter)]
-        if all(any(known.has_any([parameter]) for known in self._models) for parameter in trained):
+        if all(any(prepared.has_any([parameter]) for prepared in self._models) for parameter in trained):
             return
         # The models of other Accelerators and of an unpickled one, and parameters that were added later.
         own = self._prepared()
@@ -349,23 +349,23 @@ class MisuseGuard(Hook):
         prepared = self._prepared()
         if prepared is None:
             return []
-        known = {id(getattr(wrapped, "scheduler", wrapped)) for wrapped in prepared.schedulers}
+        prepared_ids = {id(getattr(wrapped, "scheduler", wrapped)) for wrapped in prepared.schedulers}
         followed = {id(one): one for wrapped in prepared.optimizers for one in _layers(wrapped)}
         # torch marks the optimizer of a scheduler, but it has no reference to the scheduler.
         if not any(hasattr(getattr(one, "step", None), "_wrapped_by_lr_sched") for one in followed.values()):
             return []
         return [
-            (weakref.ref(found), getattr(found, "last_epoch", None))
-            for found in _in_the_script()
-            if issubclass(type(found), LRScheduler)
-            and id(getattr(found, "optimizer", None)) in followed
-            and id(found) not in known
+            (weakref.ref(scheduler), getattr(scheduler, "last_epoch", None))
+            for scheduler in _in_the_script()
+            if issubclass(type(scheduler), LRScheduler)
+            and id(getattr(scheduler, "optimizer", None)) in followed
+            and id(scheduler) not in prepared_ids
         ]
 
     # ------------------------------------------------------------------ small questions
 
     def _knows(self, parameters: Sequence[Parameter]) -> bool:
-        return any(known.has_any(parameters) for known in self._models)
+        return any(prepared.has_any(parameters) for prepared in self._models)
 
     def _is_prepared(self, optimizer: Optimizer) -> bool:
         prepared = self._prepared()
@@ -435,20 +435,20 @@ class _NoteForward:
     Copied or unpickled models have a hook that does nothing.
     """
 
-    def __init__(self, guard: MisuseGuard, known: _PreparedModel) -> None:
+    def __init__(self, guard: MisuseGuard, prepared: _PreparedModel) -> None:
         self._guard = weakref.ref(guard)
-        self._known = known
+        self._prepared = prepared
 
     def __call__(self, module: Module, args: Any, kwargs: Any) -> None:
         guard = self._guard()
         if torch.compiler.is_compiling() or guard is None or not torch.is_grad_enabled():
             return
         # A model in evaluation mode can be trained too.
-        self._known.forwards += 1
-        if module.training and len(self._known.inputs) < _STEPS and not guard.reads_prepared_loader():
+        self._prepared.forwards += 1
+        if module.training and len(self._prepared.inputs) < _STEPS and not guard.reads_prepared_loader():
             from accel_torch.replicas import digest_of
 
-            self._known.inputs.append(digest_of((args, kwargs)))
+            self._prepared.inputs.append(digest_of((args, kwargs)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Nothing, ()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from accel_data.config import DataLoaderConfiguration
 from accel_plugins.checkpoint.config import ProjectConfiguration
+from accel_plugins.resolve import check_config
 from accel_state.errors import Conflict, SettingError, UnknownKind
 from accel_state.gradient import GradientAccumulationPlugin
 from accel_state.kwargs import KwargsHandler
@@ -34,6 +35,7 @@ __all__ = (
     "backend_config",
     "checked_handlers",
     "checked_interval",
+    "checked_placement",
     "checked_trackers",
     "checked_transforms",
     "compile_settings",
@@ -116,11 +118,13 @@ def given_precision(mixed_precision: PrecisionType | str | None) -> str | None:
     return None if mixed_precision is None else precision_name(mixed_precision)
 
 
-def loader_configuration(given: DataLoaderConfiguration | None, moved: Mapping[str, Any]) -> DataLoaderConfiguration:
+def loader_configuration(
+    configuration: DataLoaderConfiguration | None, moved: Mapping[str, Any]
+) -> DataLoaderConfiguration:
     """The configuration of loaders, with keywords that moved into it.
 
     Args:
-        given: the configuration, or None.
+        configuration: the configuration, or None.
         moved: keywords by name; those that are `UNSET` were not given.
 
     Raises:
@@ -134,25 +138,25 @@ def loader_configuration(given: DataLoaderConfiguration | None, moved: Mapping[s
             FutureWarning,
             stacklevel=stack_level(),
         )
-    if given is None:
+    if configuration is None:
         return DataLoaderConfiguration(**keywords)
     defaults = DataLoaderConfiguration()
     for name, value in keywords.items():
-        configured = getattr(given, name)
+        configured = getattr(configuration, name)
         if configured not in (value, getattr(defaults, name)):
             raise Conflict(
                 f"Cannot construct an Accelerator with {name}={value!r}.",
                 f"The dataloader_config has {name}={configured!r}.",
                 f"Give {name} in the DataLoaderConfiguration only.",
             )
-    return dataclasses.replace(given, **keywords)
+    return dataclasses.replace(configuration, **keywords)
 
 
 def project_configuration(
-    given: ProjectConfiguration | None, project_dir: str | os.PathLike[str] | None
+    configuration: ProjectConfiguration | None, project_dir: str | os.PathLike[str] | None
 ) -> ProjectConfiguration:
     """The project configuration. If it has no folder, that is `project_dir`, or the folder given to `accel launch`."""
-    configuration = given if given is not None else ProjectConfiguration()
+    configuration = ProjectConfiguration() if configuration is None else configuration
     folder = os.environ.get(PROJECT_DIR_VARIABLE) if project_dir is None else project_dir
     if folder and configuration.project_dir is None:
         configuration.set_directories(os.fspath(folder))
@@ -172,7 +176,7 @@ def is_run_recorded(
 
 
 def accumulation_plugin(
-    given: GradientAccumulationPlugin | None, steps: int, loader: DataLoaderConfiguration
+    plugin: GradientAccumulationPlugin | None, steps: int, loader: DataLoaderConfiguration
 ) -> GradientAccumulationPlugin:
     """The accumulation settings: the plugin, else the number of steps, else the environment variable.
 
@@ -180,19 +184,19 @@ def accumulation_plugin(
         Conflict: the plugin and another argument were given.
         SettingError: the number of steps is invalid.
     """
-    if given is not None and loader.gradient_accumulation_kwargs is not None:
+    if plugin is not None and loader.gradient_accumulation_kwargs is not None:
         raise Conflict(
             "Cannot combine gradient_accumulation_plugin and DataLoaderConfiguration.gradient_accumulation_kwargs.",
             "Both set the same option.",
             "Give the plugin only.",
         )
-    if given is not None and steps != 1:
+    if plugin is not None and steps != 1:
         raise Conflict(
             f"Cannot combine gradient_accumulation_steps={steps!r} and a gradient_accumulation_plugin.",
             "Both set the same option.",
             "Give GradientAccumulationPlugin(num_steps=...) only.",
         )
-    plugin = given or GradientAccumulationPlugin(**(loader.gradient_accumulation_kwargs or {}))
+    plugin = plugin or GradientAccumulationPlugin(**(loader.gradient_accumulation_kwargs or {}))
     if plugin.num_steps is not None:
         return plugin
     asked = {"gradient_accumulation_steps": steps if steps != 1 else None}
@@ -216,13 +220,34 @@ def generator_names(rng_types: Iterable[str | RNGType] | None) -> tuple[str, ...
     return names
 
 
+def checked_placement(device_placement: bool) -> bool:
+    """Whether `prepare` moves objects to the device of the process.
+
+    Raises:
+        UnknownKind: it is a text; it is the first argument, where others expect the name of a device.
+    """
+    if isinstance(device_placement, str):
+        raise UnknownKind(
+            f"Cannot use device_placement={device_placement!r}.",
+            "It says whether prepare() moves objects to the device, which each process chooses by itself.",
+            "Leave it out; Accelerator(cpu=True) and `accel launch --cpu` choose the CPU.",
+        )
+    return device_placement
+
+
 def checked_handlers(handlers: Iterable[KwargsHandler] | None) -> tuple[KwargsHandler, ...]:
     """Settings objects, at most one of each kind.
 
     Raises:
-        UnknownKind: one of them is not a settings object.
+        UnknownKind: one of them is not a settings object, or they are not in a list.
         Conflict: two of them have the same type.
     """
+    if isinstance(handlers, KwargsHandler):
+        raise UnknownKind(
+            f"Cannot use {type(handlers).__name__}(...) as kwargs_handlers.",
+            "It is one settings object, and not a list of them.",
+            f"Write kwargs_handlers=[{type(handlers).__name__}(...)].",
+        )
     checked: list[KwargsHandler] = []
     for handler in handlers or ():
         if not isinstance(handler, KwargsHandler):
@@ -241,19 +266,19 @@ def checked_handlers(handlers: Iterable[KwargsHandler] | None) -> tuple[KwargsHa
     return tuple(checked)
 
 
-def resolve_alias(name: str, given: Any, older_name: str, older: Any) -> Any:
+def resolve_alias(name: str, value: Any, older_name: str, older: Any) -> Any:
     """The value of an argument with two names.
 
     Raises:
         Conflict: both have a value.
     """
-    if given is not None and older is not None:
+    if value is not None and older is not None:
         raise Conflict(
             f"Cannot combine {name} and {older_name}.",
             "They are two names of one argument.",
             f"Give {name} only.",
         )
-    return older if given is None else given
+    return older if value is None else value
 
 
 def checked_interval(steps: int | None) -> int | None:
@@ -297,15 +322,18 @@ def backend_config(configs: Mapping[str, Any]) -> Any:
 
     Raises:
         Conflict: there are several.
+        NotOffered: it is no settings object of an installed backend.
     """
-    given = without_none(configs)
-    if len(given) > 1:
+    chosen = without_none(configs)
+    if len(chosen) > 1:
         raise Conflict(
-            f"Cannot combine {' and '.join(given)}.",
+            f"Cannot combine {' and '.join(chosen)}.",
             "Each selects a backend, and a run has one backend.",
             "Give one of them.",
         )
-    return next(iter(given.values()), None)
+    for name, config in chosen.items():
+        check_config(name, config)
+    return next(iter(chosen.values()), None)
 
 
 def compile_settings(plugin: TorchDynamoPlugin | None, backend: DynamoBackend | str | None) -> TorchDynamoPlugin | None:
@@ -336,15 +364,15 @@ def checked_transforms(transforms: Iterable[Transform] | None) -> tuple[Transfor
     Raises:
         UnknownKind: one of them is not a transform.
     """
-    given = tuple(transforms or ())
-    for one in given:
+    checked = tuple(transforms or ())
+    for one in checked:
         if not callable(getattr(one, "apply", None)):
             raise UnknownKind(
                 f"Cannot use {one!r} in transforms.",
                 f"It is of type {type(one).__name__}, not a Transform of accel_plugins.",
                 "Give objects such as ActivationCheckpoint(), or leave it out.",
             )
-    return given
+    return checked
 
 
 def checked_trackers(log_with: Any, logging_dir: str | None) -> tuple[Any, ...]:
@@ -358,6 +386,6 @@ def checked_trackers(log_with: Any, logging_dir: str | None) -> tuple[Any, ...]:
         return ()
     from accel_tracking.registry import filter_trackers
 
-    given = tuple(log_with) if isinstance(log_with, (list, tuple)) else (log_with,)
-    filter_trackers(given, logging_dir)
-    return given
+    trackers = tuple(log_with) if isinstance(log_with, (list, tuple)) else (log_with,)
+    filter_trackers(trackers, logging_dir)
+    return trackers

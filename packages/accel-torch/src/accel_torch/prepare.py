@@ -122,11 +122,11 @@ def _placement(session: Session, objects: Sequence[Any], asked: Sequence[bool] |
 def _check_together(session: Session, bundle: Bundle) -> None:
     """Check that objects which the backend needs in one call are all in this call."""
     together = session.backend.together
-    given = {part for part in together if bundle.of_kind(part)}
-    missing = together - given
-    if given and missing:
+    present = {part for part in together if bundle.of_kind(part)}
+    missing = together - present
+    if present and missing:
         raise Conflict(
-            f"Cannot prepare {_named(given)} separately.",
+            f"Cannot prepare {_named(present)} separately.",
             f"The backend {session.backend.name!r} needs {_named(together)} in one call.",
             f"Add {_named(missing)} to this call.",
         )

@@ -78,13 +78,13 @@ class ProfileKwargs(KwargsHandler):
     output_trace_dir: str | None = None
 
     def __post_init__(self) -> None:
-        known = [str(activity) for activity in ProfilerActivity]
+        names = [str(activity) for activity in ProfilerActivity]
         for activity in self.activities or ():
-            if activity not in known:
+            if activity not in names:
                 raise SettingError(
                     f"Cannot profile with activities={self.activities!r}.",
                     f"There is no activity {activity!r}.",
-                    f"Choose from {', '.join(known)}.",
+                    f"Choose from {', '.join(names)}.",
                 )
         if self.schedule_option is not None and "active" not in self.schedule_option:
             raise SettingError(
@@ -118,14 +118,14 @@ def _activity(name: str) -> Any:
     """
     import torch.profiler
 
-    found = getattr(torch.profiler.ProfilerActivity, name.upper(), None)
-    if found is None:
+    activity = getattr(torch.profiler.ProfilerActivity, name.upper(), None)
+    if activity is None:
         raise SettingError(
             f"Cannot profile with activities=[{name!r}].",
             "The profiler of the installed torch does not support it.",
             "Leave it out, or install a torch built for that device.",
         )
-    return found
+    return activity
 
 
 @contextmanager

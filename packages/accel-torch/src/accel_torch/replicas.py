@@ -101,12 +101,7 @@ class ReplicaChecker(Hook):
 
     def _check(self, optimizer: Optimizer, steps: int) -> None:
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        sums = bit_sums(tensors)
-        places = places_of(self._strategy, tensors)
-        by_place: dict[bytes, list[int]] = {}
-        for place, bits in zip(places, sums, strict=True):
-            by_place.setdefault(place, []).append(bits)
-        weights = {place: digest(bits) for place, bits in by_place.items()}
+        weights = digests_by_place(self._strategy, tensors)
         counts = {"optimizer steps": steps, "the number of the optimizer's parameters": len(tensors)}
         state = ReplicaState(weights, {**counts, **self._values()})
         try:
@@ -121,7 +116,8 @@ class ReplicaChecker(Hook):
         if _agree(states):
             return
         # All processes have the same data, so all of them reach this line.
-        everyones: list[list[tuple[bytes, int]]] = gather_object([list(zip(places, sums, strict=True))])
+        sums = [*zip(places_of(self._strategy, tensors), bit_sums(tensors), strict=True)]
+        everyones: list[list[tuple[bytes, int]]] = gather_object([sums])
         for index, tensor in enumerate(tensors):
             sides = _sides([shards[index] for shards in everyones])
             if sides:
@@ -162,11 +158,11 @@ def bit_sums(tensors: Iterable[Tensor]) -> list[int]:
     for tensor in tensors:
         local = local_part(tensor)
         words = local.contiguous().view(_WORD[local.element_size()]) if local.numel() else local
-        made = sums.setdefault(local.device, [])
-        order.append((local.device, len(made)))
-        made.append(words.sum(dtype=torch.int64))
+        sums_of_device = sums.setdefault(local.device, [])
+        order.append((local.device, len(sums_of_device)))
+        sums_of_device.append(words.sum(dtype=torch.int64))
     # One copy for each device.
-    values = {device: torch.stack(made).tolist() for device, made in sums.items()}
+    values = {device: torch.stack(listed).tolist() for device, listed in sums.items()}
     return [values[device][index] for device, index in order]
 
 
@@ -184,6 +180,14 @@ def places_of(strategy: Strategy, tensors: Iterable[Tensor]) -> list[bytes]:
     return [digests[part] for part in parts]
 
 
+def digests_by_place(strategy: Strategy, tensors: Sequence[Tensor]) -> dict[bytes, bytes]:
+    """Digests of the bits of this process's shards, by their place."""
+    sums: dict[bytes, list[int]] = {}
+    for place, bits in zip(places_of(strategy, tensors), bit_sums(tensors), strict=True):
+        sums.setdefault(place, []).append(bits)
+    return {place: digest(bits) for place, bits in sums.items()}
+
+
 def part_of(tensor: Any) -> Hashable:
     """The index of this process's shard: its coordinates on the mesh axes that shard the tensor."""
     if not hasattr(tensor, "placements"):
@@ -196,10 +200,10 @@ def part_of(tensor: Any) -> Hashable:
 
 def digest(value: Any) -> bytes:
     """A digest of 16 bytes, equal for equal nested values on every process."""
-    made = blake2b(digest_size=16)
+    hasher = blake2b(digest_size=16)
     for piece in _pieces(value):
-        made.update(piece)
-    return made.digest()
+        hasher.update(piece)
+    return hasher.digest()
 
 
 def _pieces(value: Any) -> Iterator[bytes]:
@@ -342,9 +346,9 @@ def _compare(control: ControlStore, keys: Sequence[str], rank: int, message: byt
     try:
         control.set(keys[rank], message, _REQUEST)
         if rank == 0:
-            found = _everyones(control, keys, ended)
-            control.delete(keys, _REQUEST) if found else None
-            for sentence in findings([json.loads(found[key]) for key in keys] if found else []):
+            received = _everyones(control, keys, ended)
+            control.delete(keys, _REQUEST) if received else None
+            for sentence in findings([json.loads(received[key]) for key in keys] if received else []):
                 _logger.warning("%s", sentence)
     except StoreUnreachable:
         # The run has ended, or its store is unreachable; other code reports both.
@@ -354,28 +358,28 @@ def _compare(control: ControlStore, keys: Sequence[str], rank: int, message: byt
 def _everyones(control: ControlStore, keys: Sequence[str], ended: threading.Event) -> dict[str, bytes] | None:
     until = time.monotonic() + _PATIENCE
     while time.monotonic() < until and not ended.wait(_PAUSE):
-        if control.check(keys, _REQUEST) and len(found := control.get_many(keys, _REQUEST)) == len(keys):
-            return found
+        if control.check(keys, _REQUEST) and len(received := control.get_many(keys, _REQUEST)) == len(keys):
+            return received
     return None
 
 
 def findings(messages: Sequence[dict[str, Any]]) -> list[str]:
     """The differences between the messages of all processes, as warnings."""
-    found = []
+    warnings = []
     if messages and (differing := _differing(messages)) is not None:
         what, sides = differing
-        found.append(
+        warnings.append(
             f"Replicas differ after the second optimizer step, first in {what}. Processes that agree with each "
             f"other: {'; '.join(', '.join(map(str, side)) for side in sides)}. Each group trains independently. Call "
             "the model that prepare() returned, and change, unfreeze and add weights equally on all processes. "
             "(Accelerator(check_replicas_every=0) disables this check; =100 compares all weights every 100 steps.)"
         )
     if _same_inputs(messages):
-        found.append(
+        warnings.append(
             "All processes train on the same samples: their first inputs are equal, and no prepared loader was read. "
             "Pass the loader to prepare() and iterate the one that it returns, so that each process gets its own shard."
         )
-    return found
+    return warnings
 
 
 def _differing(messages: Sequence[dict[str, Any]]) -> tuple[str, list[list[int]]] | None:

@@ -164,14 +164,14 @@ def _command(launch: Mapping[str, Any]) -> dict[str, Any]:
 def _settings(session: Session, launched: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each setting under its name in config files, with its value and its source."""
     options, state = session.options, session.state
-    known = {name: _sourced(*one) for name, one in launched.items() if isinstance(one, list) and len(one) == 2}
+    settings = {name: _sourced(*one) for name, one in launched.items() if isinstance(one, list) and len(one) == 2}
     accumulation = options.accumulation.num_steps
-    given = {"mixed_precision": options.mixed_precision, "backend": options.backend, "cpu": options.cpu or None}
+    arguments = {"mixed_precision": options.mixed_precision, "backend": options.backend, "cpu": options.cpu or None}
     for settings_class in (ProcessSettings, RunSettings, MeshSettings):
-        for name, entry in resolve(settings_class, given).items():
+        for name, entry in resolve(settings_class, arguments).items():
             # The launcher knows the source of a value that it passes on in a variable.
-            if entry.value is not None and known.get(name, {}).get("value") != entry.value:
-                known[name] = _sourced(entry.value, entry.origin)
+            if entry.value is not None and settings.get(name, {}).get("value") != entry.value:
+                settings[name] = _sourced(entry.value, entry.origin)
     effective = {
         "mixed_precision": state.mixed_precision,
         "backend": session.backend.name,
@@ -180,21 +180,21 @@ def _settings(session: Session, launched: Mapping[str, Any]) -> Iterator[tuple[s
         "num_processes": state.num_processes,
     }
     for name, value in effective.items():
-        if name not in known or known[name]["value"] != value:
+        if name not in settings or settings[name]["value"] != value:
             source = "argument" if name in ("gradient_accumulation_steps", "project_dir") else "selected by the run"
-            known[name] = _sourced(value, source)
-    known.update(_of_fields("dataloader_config", options.loader))
-    known.update(_of_fields("project_config", options.project, without=("project_dir", "logging_dir", "iteration")))
+            settings[name] = _sourced(value, source)
+    settings.update(_of_fields("dataloader_config", options.loader))
+    settings.update(_of_fields("project_config", options.project, without=("project_dir", "logging_dir", "iteration")))
     for handler in options.handlers:
-        known.update(_of_fields(type(handler).__name__, handler))
+        settings.update(_of_fields(type(handler).__name__, handler))
     if session.strategy.config is not None:
-        known.update(_of_fields(f"{session.backend.name}_config", session.strategy.config))
+        settings.update(_of_fields(f"{session.backend.name}_config", session.strategy.config))
     others = ("rng_types", "device_placement", "step_scheduler_with_optimizer", "check_replicas_every", "goodput")
     for name in (*others, "straggler_report", "transforms", "plugins", "parallelism_config", "log_with"):
         value = getattr(options, name)
         if value not in (None, (), {}):
-            known[name] = _sourced(value, "the Accelerator")
-    yield from sorted(known.items())
+            settings[name] = _sourced(value, "the Accelerator")
+    yield from sorted(settings.items())
 
 
 def _sourced(value: Any, source: Any) -> dict[str, Any]:
@@ -205,15 +205,15 @@ def _of_fields(table: str, settings: Any, without: Iterable[str] = ()) -> dict[s
     """The fields of a settings object, under the name of its table."""
     if not dataclasses.is_dataclass(settings):
         return {table: _sourced(settings, "argument")}
-    found = {}
+    entries = {}
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name, None)
         if value is not None and field.name not in without:
             factory = field.default_factory
             default = field.default if factory is dataclasses.MISSING else factory()
             source = DEFAULT if value == default else "argument"
-            found[f"{table}.{field.name}"] = _sourced(value, source)
-    return found
+            entries[f"{table}.{field.name}"] = _sourced(value, source)
+    return entries
 
 
 def _plain(value: Any) -> Any:
@@ -299,9 +299,9 @@ def _data_set(loader: Any) -> dict[str, Any]:
     """Class, length and fingerprint of a loader's data set, and of the one that it wraps."""
     data_set = getattr(loader, "dataset", None)
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    found = {**_about(data_set), "batch_size": size if isinstance(size, int) else None}
+    description = {**_about(data_set), "batch_size": size if isinstance(size, int) else None}
     inner = getattr(data_set, "dataset", None)
-    return {**found, "of": _about(inner)} if inner is not None else found
+    return {**description, "of": _about(inner)} if inner is not None else description
 
 
 def _about(data_set: Any) -> dict[str, Any]:

@@ -95,10 +95,10 @@ class SampleRecorder(Hook):
         shard = _shard_of(loader)
         if shard is None or shard.drawn is not None:
             return
-        known = weakref.ref(loader)
+        loader_reference = weakref.ref(loader)
 
         def ids(read: int | None = None) -> list[str]:
-            progress = getattr(known(), "progress", None)
+            progress = getattr(loader_reference(), "progress", None)
             if progress is None:
                 return []
             return [str(sample) for sample in drawn.batch(progress.received - 1 if read is None else read)]

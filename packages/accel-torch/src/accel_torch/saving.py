@@ -155,11 +155,11 @@ def _check(session: Session, async_save: bool, options: Mapping[str, Any]) -> No
     strategy = session.strategy
     unknown = sorted(options.keys() - strategy.save_options)
     if unknown:
-        known = ", ".join(sorted(strategy.save_options))
+        names = ", ".join(sorted(strategy.save_options))
         raise SettingError(
             f"Cannot call save_state() with {', '.join(unknown)}.",
             f"The backend {session.backend.name!r} does not have these options for saving models.",
-            f"Use only its options: {known}." if known else "Remove them.",
+            f"Use only its options: {names}." if names else "Remove them.",
         )
     if async_save and strategy.capabilities.collective_save and not strategy.capabilities.async_save:
         raise NotOffered(

@@ -151,13 +151,13 @@ def start_run(options: Options, hooks: Sequence[Hook] = ()) -> tuple[Accelerator
     PartialState(options.cpu, **(vars(group) if group is not None else {}))
     for hook in hooks:
         hook.start_process()
-    given = {
+    arguments = {
         "mixed_precision": options.mixed_precision,
         "backend": options.backend,
         "parallelism_config": options.parallelism_config,
         **options.backends,
     }
-    check_given(given)
+    check_given(arguments)
     run = current.run_or_none()
     if run is not None and isinstance(run.strategy, Strategy):
         _check_handlers(options, run)
@@ -166,7 +166,7 @@ def start_run(options: Options, hooks: Sequence[Hook] = ()) -> tuple[Accelerator
             current.set_run(run)
         return AcceleratorState(), _gradient(options, run.strategy), run.strategy
     gradient = GradientState.of(options.accumulation)
-    run = _run(options, current.process(), gradient, {**given, **options.plugins, _HANDLERS: options.handlers})
+    run = _run(options, current.process(), gradient, {**arguments, **options.plugins, _HANDLERS: options.handlers})
     current.set_run(run)
     if run.parallelism_config is not None:
         from accel_ops.rng import seed_again
@@ -256,7 +256,7 @@ def _gradient(options: Options, strategy: Strategy) -> GradientState:
     return shared.shared()
 
 
-def _run(options: Options, process: Process, gradient: GradientState, given: dict[str, Any]) -> Run:
+def _run(options: Options, process: Process, gradient: GradientState, arguments: dict[str, Any]) -> Run:
     parallelism_config = parallelism_config_of(options, process)
     manifest = resolve.choose(options.backend, options.backend_config, process, parallelism_config)
     config = resolve.settings(manifest, options.backend_config or resolve.config_among(manifest, options.handlers))
@@ -271,10 +271,10 @@ def _run(options: Options, process: Process, gradient: GradientState, given: dic
     mesh = None if parallelism_config is None else parallelism_config.get_device_mesh(process.device.type)
     strategy = _open(manifest, config, Context(process, gradient.shared(), precision, mesh, parallelism_config))
     if manifest.parameter:
-        given[manifest.parameter] = strategy.config
+        arguments[manifest.parameter] = strategy.config
     label = manifest.label or process.distributed_type
-    given = {name: value for name, value in given.items() if value is not None}
-    return Run(precision.name, label, strategy, given, mesh, parallelism_config)
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    return Run(precision.name, label, strategy, arguments, mesh, parallelism_config)
 
 
 def parallelism_config_of(options: Options, process: Process) -> ParallelismConfig | None:
@@ -317,14 +317,14 @@ def transforms_of(options: Options, parallelism_config: ParallelismConfig | None
     Raises:
         NotOffered: a transform is not supported.
     """
-    made = list(options.transforms)
+    transforms = list(options.transforms)
     if parallelism_config is not None and parallelism_config.tp_enabled:
-        made.append(_tensor_parallel(options, parallelism_config))
+        transforms.append(_tensor_parallel(options, parallelism_config))
     if options.plugins.get("dynamo_plugin") is not None:
         from accel_plugins.transforms.compile import Compile, CompileBlocks
 
-        made += [kind(options.plugins["dynamo_plugin"]) for kind in (CompileBlocks, Compile)]
-    return tuple(made)
+        transforms += [kind(options.plugins["dynamo_plugin"]) for kind in (CompileBlocks, Compile)]
+    return tuple(transforms)
 
 
 def _tensor_parallel(options: Options, parallelism_config: ParallelismConfig) -> Transform:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.wrapped.optimizer import inner_optimizer
-from accel_state.errors import NotOffered, SettingError
+from accel_state.errors import NotOffered, SettingError, UnknownKind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,7 +127,17 @@ def _mark_overflows(parameters: Iterable[Tensor]) -> None:
 
 
 def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
-    """Parameters as a list, because a generator can be read only once."""
+    """Parameters as a list, because a generator can be read only once.
+
+    Raises:
+        UnknownKind: it is a model.
+    """
     import torch
 
+    if isinstance(parameters, torch.nn.Module):
+        raise UnknownKind(
+            f"Cannot clip the gradients of a {type(parameters).__name__}.",
+            "A model is not a list of parameters.",
+            "Pass model.parameters().",
+        )
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

@@ -6,14 +6,15 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch.nn import Module
+
 from accel_bigmodel.dispatch import get_state_dict_offloaded_model
 from accel_bigmodel.weight_files import load_weights, save_weights
 from accel_plugins.layers import strategy_model
-from accel_state.errors import CheckpointError
+from accel_state.errors import CheckpointError, UnknownKind
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Module
 
     from accel_torch.session import Session
 
@@ -36,7 +37,14 @@ def save_model(
 
     Raises:
         CheckpointError: a weight has no data, or a file cannot be written.
+        UnknownKind: it is no model.
     """
+    if not isinstance(model, Module):
+        raise UnknownKind(
+            f"Cannot save a model of type {type(model).__name__}.",
+            "save_model() takes a model, and gathers its weights from all processes.",
+            "Pass the model; save_weights(weights, folder) writes weights that you have.",
+        )
     strategy = session.strategy
     project, topology = session.options.project, session.process.topology
     writes = topology.is_local_main if project.save_on_each_node else topology.rank == 0
@@ -55,9 +63,9 @@ def put_weights(
     Raises:
         CheckpointError: the weights cannot be read, or do not fit the model.
     """
-    found = weights if isinstance(weights, Mapping) else load_weights(os.path.expanduser(os.fspath(weights)))
+    tensors = weights if isinstance(weights, Mapping) else load_weights(os.path.expanduser(os.fspath(weights)))
     try:
-        session.strategy.load_weights(strategy_model(model), found, strict=strict)
+        session.strategy.load_weights(strategy_model(model), tensors, strict=strict)
     except RuntimeError as error:
         raise CheckpointError(
             f"Cannot load weights into {type(session.strategy.unwrap(strategy_model(model))).__name__}.",

@@ -1,4 +1,4 @@
-from accel_bigmodel.tied import tied_names as tied_names
+from accel_bigmodel.tensors import tied_names as tied_names
 from accel_bigmodel.weight_files.names import MODEL_NAME as MODEL_NAME
 from accel_bigmodel.weight_files.names import SAFE_MODEL_NAME as SAFE_MODEL_NAME
 from accel_bigmodel.weight_files.names import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME

@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 import pickle
+import re
 import sys
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +32,8 @@ from accel_bigmodel.weight_files.names import (
     read_index,
 )
 from accel_state.devices.select import family_of
-from accel_state.errors import CheckpointError, CheckpointNameError
+from accel_state.errors import CheckpointError, CheckpointNameError, SettingError
+from accel_state.settings.installed import Requirement
 from accel_state.untrusted import open_regular, printable
 
 __all__ = (
@@ -46,6 +48,7 @@ __all__ = (
     "load_torch_file",
     "load_weights",
     "load_weights_file",
+    "local_checkpoint",
     "open_weights",
     "record_of_tensor",
 )
@@ -54,6 +57,41 @@ _PIECE: Final = 16 << 20
 """Bytes of a weight that are copied at once; only that much of it is in memory twice."""
 _THREADS: Final = min(8, max(4, os.cpu_count() or 1))
 """One thread leaves a disk idle between two reads; more than 8 save no time."""
+_HUB: Final = Requirement("huggingface_hub", distribution="huggingface-hub")
+_IDENTIFIER: Final = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def local_checkpoint(checkpoint: str | os.PathLike[str]) -> Path:
+    """Return an existing path unchanged; else the snapshot of "org/name", downloaded if it is not in the cache.
+
+    If a repository has both formats, only the safetensors files are fetched.
+
+    Raises:
+        SettingError: there is no such path, and it is not an identifier or cannot be fetched.
+        Missing: the name is an identifier, and huggingface_hub is not installed.
+    """
+    path = Path(checkpoint)
+    if path.exists():
+        return path
+    name = os.fspath(checkpoint)
+    failure = f"Cannot load the checkpoint {name!r}."
+    if not _IDENTIFIER.fullmatch(name):
+        raise SettingError(failure, "There is no such file or folder.", "Check the spelling of the path.")
+    _HUB.demand(f"{failure} No such path exists, and a repository on the Hub needs huggingface_hub.")
+    import huggingface_hub
+
+    download: Any = huggingface_hub.snapshot_download
+    try:
+        folder = Path(download(name, allow_patterns=["*.safetensors", "*.safetensors.index.json"]))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(download(name, allow_patterns=["*.bin", "*.bin.index.json"]))
+    except Exception as error:
+        raise SettingError(
+            failure,
+            f"It is not a local path, and the Hub reports: {type(error).__name__}: {error}",
+            "Check the name and the network connection.",
+        ) from error
+    return folder
 
 
 @dataclass(frozen=True)
@@ -156,6 +194,10 @@ class WeightFile:
         self._values = _values_in(path)
         self.is_mapped = is_safetensors(path) or _can_be_mapped(path)
         self.names = tuple(self._values)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy maps the file again, instead of copying what is mapped.
+        return WeightFile, (self.path,)
 
     def get(self, name: str) -> Any:
         """The weight with a name, mapped from the file; or another object that `get_extra_state` returned.

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from accel_bigmodel.sizes import convert_bytes, convert_file_size_to_int
-from accel_bigmodel.tied import id_tensor_storage, memory_of
+from accel_bigmodel.tensors import id_tensor_storage, memory_of
 from accel_bigmodel.weight_files.names import (
     SAFE_WEIGHTS_NAME,
     WeightIndex,

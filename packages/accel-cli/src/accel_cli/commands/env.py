@@ -97,15 +97,15 @@ def _packages() -> dict[str, str]:
     """Versions of this project's packages and its plugins, then of their requirements and extras, then of clients."""
     from importlib import metadata
 
+    # Each access to `metadata` reads and parses the file again.
+    read = [distribution.metadata for distribution in metadata.distributions()]
     # Python imports the first on its path; a folder that an installation left behind may have no name.
-    named = [one for one in metadata.distributions() if one.metadata and "Name" in one.metadata]
-    installed = {_normal(one.metadata["Name"]): one for one in reversed(named)}
+    installed = {_normal(fields["Name"]): fields for fields in reversed(read) if fields and "Name" in fields}
     own = sorted(name for name in installed if name.startswith(_OWN_PREFIX))
-    needed = (
-        re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0] for one in own for line in installed[one].requires or ()
-    )
-    names = dict.fromkeys((*own, *sorted(map(_normal, needed)), *_CLIENT_PACKAGES))
-    return {installed[name].metadata["Name"]: installed[name].version for name in names if name in installed}
+    requirements = (line for name in own for line in installed[name].get_all("Requires-Dist", ()))
+    needed = sorted(_normal(re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0]) for line in requirements)
+    names = dict.fromkeys((*own, *needed, *_CLIENT_PACKAGES))
+    return {installed[name]["Name"]: installed[name]["Version"] for name in names if name in installed}
 
 
 def _normal(name: str) -> str:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from accel_bigmodel.tied import memory_of
+from accel_bigmodel.tensors import memory_of
 from accel_ops.dtensors import with_shard
 from accel_plugins.checkpoint.state import CheckpointState
 from accel_plugins.manifest import ObjectKind

@@ -18,7 +18,7 @@ from torch.nn import Module, Parameter
 
 from accel_bigmodel import weight_files
 from accel_bigmodel.dispatch import get_state_dict_offloaded_model
-from accel_bigmodel.failed_load import LoadGuard, load_guard
+from accel_bigmodel.loading import LoadGuard, load_guard
 from accel_bigmodel.weight_files.reading import Copy, StoredWeight, WeightSource, copy_all, forget_pages, open_weights
 from accel_plugins.checkpoint import pickled
 from accel_plugins.checkpoint.files import (
@@ -112,7 +112,7 @@ def read_part(
             f"Cannot load {path.name} of {folder} into {type(item).__name__}.",
             f"The file has the state of another {kind.value}: {error}",
             "Prepare the same objects in the same order as when the checkpoint was saved.",
-        ) from error
+        ) from (None if isinstance(error, ValueError) else error)
 
 
 def _weights(
@@ -188,12 +188,42 @@ def load_into_model(
     try:
         model.load_state_dict(renamed, strict=strict, **options)
     except RuntimeError as error:
+        # torch names every weight of both models, which can be thousands of lines.
         raise CheckpointError(
             f"Cannot load weights{f' of {where}' if where else ''} into {type(model).__name__}.",
-            str(error),
+            _differences(renamed, own, strict=strict) or str(error),
             "Create the model with the configuration of the saved one, or pass strict=False to load only matching "
             "weights.",
-        ) from error
+        ) from None
+
+
+def _differences(weights: Mapping[str, Any], own: Mapping[str, Any], *, strict: bool = True) -> str:
+    """Where the names and shapes of weights differ from those of a model, with three examples each; empty if nowhere.
+
+    Args:
+        weights: the weights, by the model's names.
+        own: the model's own ones.
+        strict: whether names must agree.
+
+    Example:
+        >>> _differences({"a": torch.ones(2), "c": torch.ones(1)}, {"a": torch.ones(3), "b": torch.ones(1)})
+        'Missing weights: b; unexpected ones: c; other shapes: a has (2,) and not (3,).'
+    """
+    missing = [name for name in own if name not in weights] if strict else []
+    unexpected = [name for name in weights if name not in own] if strict else []
+    shapes = [
+        f"{name} has {tuple(value.shape)} and not {tuple(own[name].shape)}"
+        for name, value in weights.items()
+        if isinstance(value, Tensor) and isinstance(own.get(name), Tensor) and value.shape != own[name].shape
+    ]
+    parts = (("missing weights", missing), ("unexpected ones", unexpected), ("other shapes", shapes))
+    text = "; ".join(f"{what}: {_first_three(names)}" for what, names in parts if names)
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
+
+
+def _first_three(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def read_weights(path: Path, own: Mapping[str, Any], guard: LoadGuard | None = None) -> dict[str, Any]:

@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
-from accel_bigmodel.failed_load import LoadGuard
-from accel_bigmodel.tied import memory_of
+from accel_bigmodel.loading import LoadGuard
+from accel_bigmodel.tensors import memory_of
 from accel_bigmodel.weight_files.reading import TensorRecord, forget_pages, record_of_tensor
 from accel_ops.dtensors import local_chunks
 from accel_plugins.checkpoint import pickled

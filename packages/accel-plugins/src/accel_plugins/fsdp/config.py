@@ -557,6 +557,19 @@ class FullyShardedDataParallelPlugin:
             self._configure("state_dict_type")
         self._refuse_flat_shards()
 
+    def policy_for(self, model: Any) -> Any:
+        """The policy that selects the blocks of a model: a policy of torch or a function of a module, or None.
+
+        Raises:
+            SettingError: the block classes are unknown, or the model has none of them.
+        """
+        policy = plain_value(self, "auto_wrap_policy")
+        if not isinstance(policy, str):
+            return policy
+        from accel_plugins.fsdp.sharding import named_policy
+
+        return named_policy(model, policy, self.min_num_params, self.transformer_cls_names_to_wrap)
+
     def set_auto_wrap_policy(self, model: Any) -> None:
         """Convert a policy name to a policy for a model: by its block classes, or by size.
 
@@ -564,13 +577,12 @@ class FullyShardedDataParallelPlugin:
             SettingError: the block classes are unknown, or the model has none of them.
         """
         name = plain_value(self, "auto_wrap_policy")
-        if isinstance(name, str):
-            from accel_plugins.fsdp.named_policies import block_classes, named_policy
+        if name == WRAP_POLICIES[0] and self.transformer_cls_names_to_wrap is None:
+            from accel_plugins.fsdp.sharding import block_classes
 
-            policy = named_policy(model, name, self.min_num_params, self.transformer_cls_names_to_wrap)
-            if self.transformer_cls_names_to_wrap is None and name == WRAP_POLICIES[0]:
-                self.transformer_cls_names_to_wrap = sorted(kind.__name__ for kind in block_classes(model, None))
-            self.auto_wrap_policy = policy
+            self.transformer_cls_names_to_wrap = sorted(kind.__name__ for kind in block_classes(model, None))
+        if isinstance(name, str):
+            self.auto_wrap_policy = self.policy_for(model)
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Set a policy with one precision for all fields, if none is set.

@@ -144,7 +144,7 @@ class FSDP1Strategy(ShardedStrategy):
         config = self.config
         if config.sync_module_states or config.cpu_ram_efficient_loading:
             weights.send_from_first(model, self.context.process.device)
-        blocks = {id(block) for block in shard_groups(model, config)}
+        blocks = {id(block) for block in shard_groups(model, config.policy_for(model))}
         return FullyShardedDataParallel(
             model,
             sharding_strategy=ShardingStrategy[_MEMBER_OF_STRATEGY.get(self._strategy_name, self._strategy_name)],
@@ -152,7 +152,7 @@ class FSDP1Strategy(ShardedStrategy):
             auto_wrap_policy=CustomPolicy(lambda module: id(module) in blocks) if blocks else None,
             backward_prefetch=config.backward_prefetch,
             mixed_precision=config.mixed_precision_policy,
-            ignored_states=list(ignored_parameters(model, config)) or None,
+            ignored_states=list(ignored_parameters(model, config.ignored_modules)) or None,
             device_id=self.context.process.device,
             forward_prefetch=bool(config.forward_prefetch),
             limit_all_gathers=config.limit_all_gathers,

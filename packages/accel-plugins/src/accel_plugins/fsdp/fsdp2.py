@@ -42,7 +42,7 @@ from accel_plugins.mesh import SHARDING_AXES, flattened, submesh
 from accel_plugins.model_part import ModelPart
 from accel_plugins.parameters import find_tied_parameters
 from accel_plugins.shards import Shards
-from accel_plugins.strategy import finite_or_zero
+from accel_plugins.strategy import clip_to_norm
 from accel_state.errors import Conflict, NotOffered
 
 __all__ = ("FSDP2Strategy", "apply_fully_shard")
@@ -56,10 +56,10 @@ def apply_fully_shard(
         "mesh": mesh,
         "reshard_after_forward": bool(config.reshard_after_forward),
         "mp_policy": config.mixed_precision_policy or fsdp.MixedPrecisionPolicy(),
-        "offload_policy": offload(config, pins_memory),
-        "ignored_params": ignored_parameters(model, config) or None,
+        "offload_policy": offload(config.cpu_offload, pins_memory),
+        "ignored_params": ignored_parameters(model, config.ignored_modules) or None,
     }
-    for block in (*shard_groups(model, config), model):
+    for block in (*shard_groups(model, config.policy_for(model)), model):
         fsdp.fully_shard(block, **arguments)
 
 
@@ -71,7 +71,7 @@ class FSDP2Strategy(ShardedStrategy):
 
     def __init__(self, context: Context, config: FullyShardedDataParallelPlugin) -> None:
         super().__init__(context, config)
-        self._sources: dict[int, dict[str, Tensor]] = {}
+        self._full_weights: dict[int, dict[str, Tensor]] = {}
         self._arrived: weakref.WeakKeyDictionary[Module, _Arrived] = weakref.WeakKeyDictionary()
 
     def check(self, bundle: Bundle) -> None:
@@ -108,26 +108,26 @@ class FSDP2Strategy(ShardedStrategy):
             return weights.place_values(model, self.context.process.device)
         if self.config.cpu_ram_efficient_loading:
             # Transforms shard weights, and only full ones can be broadcast.
-            self._sources[id(model)] = weights.weights_of_first(model, self.context.process.rank)
+            self._full_weights[id(model)] = weights.weights_of_first(model, self.context.process.rank)
         return super().place(model)
 
     def setup(self, bundle: Bundle) -> Bundle:
         """Shard each model that is not sharded yet, and give the optimizers the sharded parameters."""
+        process = self.context.process
         names = bundle.parameter_names()
         ties = [find_tied_parameters(model) for model in bundle.models]
         for number, model in enumerate(bundle.models):
-            if self.arrives_sharded(model):
-                self._average_rest(model)
-            else:
+            if not self.arrives_sharded(model):
                 if self.context.precision.dtype is not None:
                     weights.train_in_fp32(model)
                 ignored = self.names_of_ignored(model)
-                by_program = type(self).sharder is not None and not is_built_in_shards(model)
-                sharded = type(self).sharder(model) if by_program else None  # type: ignore[misc]
-                if sharded is not None:
-                    self._sources.pop(id(model), None)
-                bundle.models[number] = sharded if sharded is not None else self.shard_whole(model)
+                by_program = self._shard_by_program(model)
+                bundle.models[number] = self.shard_whole(model) if by_program is None else by_program
                 self.average_ignored(bundle.models[number], ignored)
+            elif model in self._arrived and model not in self.unreduced:
+                # Its parts that are not sharded, whose gradients it does not reduce itself.
+                layout = self._arrived[model].layout
+                self.unreduced[model] = ArrivedGradients(model, layout, process, self.reduces_of(model))
             if isinstance(bundle.models[number], FSDPModule):
                 # torch makes this class, whose own method refuses in a way that names no remedy.
                 type(bundle.models[number]).__deepcopy__ = _refuse_copy
@@ -137,32 +137,33 @@ class FSDP2Strategy(ShardedStrategy):
 
     def shard_whole(self, model: Module) -> Module:
         """Shard a model that is not sharded yet by the settings of this strategy."""
-        config, process = self.config, self.context.process
+        config, process, mesh = self.config, self.context.process, self._mesh
         pins = process.family.spec.pins_memory
-        if self._mesh is not None and is_built_in_shards(model):
-            offloads = isinstance(offload(config, pins), fsdp.CPUOffloadPolicy)
+        if mesh is not None and is_built_in_shards(model):
+            offloads = isinstance(offload(config.cpu_offload, pins), fsdp.CPUOffloadPolicy)
             device = torch.device("cpu") if offloads else process.device
-            materialise(model, self._mesh, device, lambda: apply_fully_shard(model, config, self._mesh, pins))
+            materialise(model, mesh, device, lambda: apply_fully_shard(model, config, mesh, pins))
             return model
-        source = self._source(model) if config.cpu_ram_efficient_loading else None
-        if source is None:
+        full = self._full_weights.pop(id(model), None)
+        if not config.cpu_ram_efficient_loading:
             weights.send_from_first(model, process.device, self.context.mesh)
-        if self._mesh is not None:
-            apply_fully_shard(model, config, self._mesh, pins)
-        if source is not None:
-            weights.distribute(model, source)
+        elif full is None:
+            full = weights.weights_of_first(model, process.rank)
+        if mesh is not None:
+            apply_fully_shard(model, config, mesh, pins)
+        if full is not None:
+            weights.distribute(model, full)
         return model
 
-    def _average_rest(self, model: Module) -> None:
-        """Average the gradients that a model which arrived distributed does not reduce itself."""
-        if model not in self.unreduced and model in self._arrived:
-            layout, process = self._arrived[model].layout, self.context.process
-            self.unreduced[model] = ArrivedGradients(model, layout, process, self.reduces_of(model))
-
-    def _source(self, model: Module) -> dict[str, Tensor]:
-        """All weights, on the first process; taken before they were sharded."""
-        kept = self._sources.pop(id(model), None)
-        return weights.weights_of_first(model, self.context.process.rank) if kept is None else kept
+    def _shard_by_program(self, model: Module) -> Module | None:
+        """The model that the program's own function has sharded; None if it has none, or leaves it to the strategy."""
+        sharder = type(self).sharder
+        if sharder is None or is_built_in_shards(model):
+            return None
+        sharded = sharder(model)
+        if sharded is not None:
+            self._full_weights.pop(id(model), None)
+        return sharded
 
     @functools.cached_property
     def _mesh(self) -> DeviceMesh | None:
@@ -222,7 +223,7 @@ class FSDP2Strategy(ShardedStrategy):
                 self.context.process.transport.all_reduce(sums).wait()
         if max_norm is not None:
             for group in groups:
-                clip_grads_with_norm_(group, max_norm, finite_or_zero(total))
+                clip_to_norm(group, max_norm, total)
         return total
 
     def clip_value(self, parameters: Iterable[Tensor], value: float) -> None:

@@ -82,7 +82,7 @@ class ShardedStrategy(AveragingStrategy):
             )
         for model in bundle.models:
             if not self.arrives_sharded(model):
-                blocks_to_shard(model, self.config)
+                blocks_to_shard(model, self.config.policy_for(model))
                 weights.check_weights(model, self.config, self.context.process.rank)
         for optimizer in bundle.optimizers:
             model = owner(optimizer, [*bundle.models, *self._sharded])
@@ -94,7 +94,11 @@ class ShardedStrategy(AveragingStrategy):
         if not (config.activation_checkpointing or config.activation_checkpointing_offload):
             return ()
         offload = bool(config.activation_checkpointing_offload)
-        return (ActivationCheckpoint(lambda model: blocks_to_shard(model, config) or repeated_blocks(model), offload),)
+
+        def blocks(model: Module) -> list[Module]:
+            return blocks_to_shard(model, config.policy_for(model)) or repeated_blocks(model)
+
+        return (ActivationCheckpoint(blocks, offload),)
 
     def place(self, model: Module) -> Module:
         weights.to_device(model, self.context.process.device, self.config.param_init_fn)
@@ -106,7 +110,7 @@ class ShardedStrategy(AveragingStrategy):
 
     def names_of_ignored(self, model: Module) -> set[str]:
         """Names of the parameters that are not sharded, before sharding renames submodules."""
-        ignored = ignored_parameters(model, self.config)
+        ignored = ignored_parameters(model, self.config.ignored_modules)
         return {canonical_name(name) for name, parameter in model.named_parameters() if parameter in ignored}
 
     def average_ignored(self, model: Module, names: Collection[str]) -> None:

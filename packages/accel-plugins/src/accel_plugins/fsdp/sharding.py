@@ -1,4 +1,4 @@
-"""What is sharded together, by the settings; and building a model in shards.
+"""What is sharded together; and building a model in shards. It knows no settings, which are passed as plain values.
 
 While a model is built in shards, a process replaces full parameters by its shards as soon as the next module is built.
 Every process initialises full parameters, one at a time and with the random numbers of the first process, so a model
@@ -8,17 +8,19 @@ this process's shard until `materialise` loads the shard into the model.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -26,36 +28,77 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_ops.dtensors import with_shard
-from accel_plugins.fsdp.named_policies import named_policy
+from accel_plugins.blocks import blocks_of_class
 from accel_plugins.model_part import ModelPart, random_numbers_of_first
-from accel_state.errors import NotOffered
-from accel_state.settings.schema import plain_value
-
-if TYPE_CHECKING:
-    from accel_plugins.fsdp.config import FullyShardedDataParallelPlugin
+from accel_state.errors import NotOffered, SettingError
 
 __all__ = (
     "arrives_sharded",
+    "block_classes",
     "blocks_to_shard",
     "build_in_shards",
     "ignored_parameters",
     "is_built_in_shards",
     "materialise",
+    "named_policy",
     "offload",
     "shard_groups",
 )
 
 
-def blocks_to_shard(model: Module, config: FullyShardedDataParallelPlugin) -> list[Module]:
-    """The submodules that are sharded separately, innermost first.
+_DEFAULT_MIN_PARAMETERS: Final = 100_000_000
+"""The minimum number of parameters of a block, as in launchers."""
+
+
+def named_policy(
+    model: Module, name: str, min_num_params: int | None, class_names: Sequence[str] | None
+) -> Callable[..., bool] | None:
+    """Torch's policy for a model; None for one without blocks.
+
+    Args:
+        model: the model to shard.
+        name: "TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP" or "NO_WRAP".
+        min_num_params: the minimum number of parameters of a block chosen by size; None: 100 million.
+        class_names: names of the block classes; None or empty: those that the model declares.
 
     Raises:
-        SettingError: the block classes are unknown, or the model has none of them.
+        SettingError: no classes are specified, or the model has none of them.
+    """
+    if name == "TRANSFORMER_BASED_WRAP":
+        classes = block_classes(model, class_names)
+        return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
+    least = _DEFAULT_MIN_PARAMETERS if min_num_params is None else min_num_params
+    if name == "SIZE_BASED_WRAP" and least > 0:
+        return functools.partial(size_based_auto_wrap_policy, min_num_params=least)
+    return None
+
+
+def block_classes(model: Module, names: Sequence[str] | None) -> set[type[Module]]:
+    """The block classes with these names, else those that the model declares.
+
+    Raises:
+        SettingError: no classes are specified, or the model has none of them.
+    """
+    names = names or tuple(getattr(model, "_no_split_modules", None) or ())
+    if not names:
+        raise SettingError(
+            f"Cannot shard blocks of {type(model).__name__} by class (TRANSFORMER_BASED_WRAP).",
+            "Neither the settings nor the model specify the classes.",
+            "Set transformer_cls_names_to_wrap=['...'], or wrap by size.",
+        )
+    return {type(block) for block in blocks_of_class(model, names)}
+
+
+def blocks_to_shard(model: Module, policy: Any) -> list[Module]:
+    """The submodules that are sharded separately, innermost first.
+
+    Args:
+        model: the model to shard.
+        policy: a policy of torch, or a function that receives a module; None: no submodules.
+
+    Raises:
         NotOffered: a `CustomPolicy` returns different arguments for some blocks.
     """
-    policy = plain_value(config, "auto_wrap_policy")
-    if isinstance(policy, str):
-        policy = named_policy(model, policy, config.min_num_params, config.transformer_cls_names_to_wrap)
     if policy is None:
         return []
     if callable(policy):
@@ -70,21 +113,20 @@ def blocks_to_shard(model: Module, config: FullyShardedDataParallelPlugin) -> li
     return [part for part in reversed(list(model.modules())) if part is not model and part in chosen]
 
 
-def shard_groups(model: Module, config: FullyShardedDataParallelPlugin) -> list[Module]:
+def shard_groups(model: Module, policy: Any) -> list[Module]:
     """Groups of blocks with jointly gathered parameters; other parameters are gathered with the whole model.
 
     Modules that share a parameter must be in one group, because a group replaces only the parameters of its modules. A
     block with only some of these modules therefore belongs to the enclosing group.
 
-    Raises:
-        SettingError, NotOffered: as `blocks_to_shard`.
+    The arguments and errors are those of `blocks_to_shard`.
     """
     holders: dict[Parameter, set[Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             holders.setdefault(parameter, set()).add(module)
     tied = [modules for modules in holders.values() if len(modules) > 1]
-    blocks = blocks_to_shard(model, config)
+    blocks = blocks_to_shard(model, policy)
     if not tied:
         return blocks
     inside = {block: set(block.modules()) for block in blocks}
@@ -134,23 +176,19 @@ def _takes_torch_arguments(policy: Callable[..., bool]) -> bool:
     return True
 
 
-def offload(config: FullyShardedDataParallelPlugin, pins_memory: bool) -> OffloadPolicy:
+def offload(policy: object, pins_memory: bool) -> OffloadPolicy:
     """The offload policy of version 2; by default, memory is pinned if the device supports it."""
-    policy = config.cpu_offload
     if not isinstance(policy, CPUOffloadPolicy):
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=policy.pin_memory and pins_memory)
 
 
-def ignored_parameters(model: Module, config: FullyShardedDataParallelPlugin) -> set[Parameter]:
-    """The parameters that are not sharded."""
-    ignored = config.ignored_modules
-    if ignored is None:
-        return set()
-    if isinstance(ignored, str):
-        ignored = [part for name, part in model.named_modules() if re.fullmatch(ignored, name)]
-    modules: Iterable[Any] = ignored
-    return {parameter for module in modules for parameter in module.parameters()}
+def ignored_parameters(model: Module, modules: Iterable[Any] | str | None) -> set[Parameter]:
+    """The parameters of modules that are not sharded: a regular expression for their names, or the modules."""
+    ignored: Iterable[Any] = modules or ()
+    if isinstance(modules, str):
+        ignored = [part for name, part in model.named_modules() if re.fullmatch(modules, name)]
+    return {parameter for module in ignored for parameter in module.parameters()}
 
 
 _SHARD_ATTRIBUTE: Final = "_accel_shard"

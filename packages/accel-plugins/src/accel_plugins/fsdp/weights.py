@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -31,9 +32,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from accel_bigmodel.failed_load import load_guard
 from accel_bigmodel.load import load_checkpoint_in_model
-from accel_bigmodel.load_together import holds_sharded_weights
+from accel_bigmodel.loading import load_guard
+from accel_bigmodel.tensors import holds_sharded_weights
 from accel_bigmodel.weight_files import SAFE_WEIGHTS_NAME, WEIGHTS_NAME, load_weights_file, save_weights_file
 from accel_ops.dtensors import write_full_tensor
 from accel_ops.objects import broadcast_object_list
@@ -86,6 +87,9 @@ __all__ = (
 )
 
 _logger: Final = logging.getLogger(__name__)
+
+_PACKET_BYTES: Final = 1 << 20
+"""Up to this size, tensors are sent in one broadcast: for small ones, a broadcast costs more than two copies."""
 
 # ---------------------------------------------------------------------- into a model
 
@@ -166,7 +170,7 @@ def weights_of_first(model: Module, rank: int) -> dict[str, Tensor]:
 
 
 def send_from_first(model: Module, device: torch.device, mesh: DeviceMesh | None = None) -> None:
-    """Broadcast the weights and buffers of the first process, one tensor at a time and in place.
+    """Broadcast the weights and buffers of the first process in place, small ones together.
 
     Args:
         model: unsharded on every process, or sharded over a mesh axis by tensor parallelism. Processes with the same
@@ -174,23 +178,44 @@ def send_from_first(model: Module, device: torch.device, mesh: DeviceMesh | None
         device: the device of the process groups; other tensors are copied there for the broadcast.
         mesh: the mesh of the run, or None without axes.
     """
+    tensors: dict[tuple[ProcessGroup | None, torch.dtype], list[Tensor]] = {}
     for _, tensor in _tensors(model):
         value = tensor.detach()
         if not isinstance(value, DTensor):
-            _send(value, device, None)
+            tensors.setdefault((None, value.dtype), []).append(value)
         elif mesh is not None:
             for axis in mesh.mesh_dim_names or ():
                 if axis not in (value.device_mesh.mesh_dim_names or ()):
-                    _send(value.to_local(), device, mesh[axis].get_group())
+                    tensors.setdefault((mesh[axis].get_group(), value.dtype), []).append(value.to_local())
+    for (group, _), values in tensors.items():
+        for packet in _packets(values):
+            _send(packet, device, group)
 
 
-def _send(tensor: Tensor, device: torch.device, group: torch.distributed.ProcessGroup | None) -> None:
-    """Broadcast a tensor of the first process of a group."""
-    fits = tensor.device.type == device.type and tensor.is_contiguous()
-    sent = tensor if fits else tensor.to(device, copy=True, memory_format=torch.contiguous_format)
+def _packets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors that are sent together; a larger one alone."""
+    packet: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if packet and size + tensor.nbytes > _PACKET_BYTES:
+            yield packet
+            packet, size = [], 0
+        packet.append(tensor)
+        size += tensor.nbytes
+    if packet:
+        yield packet
+
+
+def _send(packet: list[Tensor], device: torch.device, group: ProcessGroup | None) -> None:
+    """Broadcast tensors of one dtype of the first process of a group."""
+    if len(packet) == 1 and packet[0].device.type == device.type and packet[0].is_contiguous():
+        torch.distributed.broadcast(packet[0], group=group, group_src=0)
+        return
+    sent = torch.cat([tensor.reshape(-1).to(device) for tensor in packet])
     torch.distributed.broadcast(sent, group=group, group_src=0)
-    if not fits:
-        tensor.copy_(sent)
+    if torch.distributed.get_rank(group) != 0:
+        for tensor, values in zip(packet, torch.split(sent, [tensor.numel() for tensor in packet]), strict=True):
+            tensor.copy_(values.view(tensor.shape))
 
 
 def distribute(model: Module, source: Mapping[str, Tensor]) -> None:

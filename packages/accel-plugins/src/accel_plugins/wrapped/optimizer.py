@@ -196,14 +196,16 @@ class AcceleratedOptimizer(Optimizer):
         hooks = own["step_hooks"]
         if (
             hooks.before_step
-            or hooks.judge_step
             or hooks.after_step
             or closure is not None
             or own["_finalize_gradients"] is not None
             or own["_after_step"] is not None
         ):
             return self._step_with(closure)
-        stepped = own["_step"](own["optimizer"], None)
+        if hooks.judge_step and not self._is_good():
+            stepped = self._leave_step_out()
+        else:
+            stepped = own["_step"](own["optimizer"], None)
         own["_outcome"] = _STEPPED if stepped is True else _outcome_of(stepped)
         # The code of `_count_step`, without the cost of a call.
         own["_steps"] = steps = own["_steps"] + 1
@@ -233,24 +235,24 @@ class AcceleratedOptimizer(Optimizer):
 
     def _step_if_good(self, optimizer: Optimizer, closure: Closure | None) -> Any:
         """Step, or leave the step out if a hook decides so; the result of the step."""
+        if closure is None and not self._is_good():
+            return self._leave_step_out()
         try:
-            if closure is None:
-                self._judge()
             return self._step(optimizer, closure)
         except _LeftOut:
-            self._leave_out(optimizer)
-            return False
+            return self._leave_step_out()
 
-    def _judge(self) -> None:
-        """Ask the hooks about this step.
+    def _is_good(self) -> bool:
+        """Whether no hook leaves this step out."""
+        good = True
+        for judge_step in self.step_hooks.judge_step:
+            # All are asked, since each may communicate.
+            good = judge_step(self.optimizer) and good
+        return good
 
-        Raises:
-            _LeftOut: the step is to be left out.
-        """
-        # All are asked, since each may communicate.
-        verdicts = [judge_step(self.optimizer) for judge_step in self.step_hooks.judge_step]
-        if not all(verdicts):
-            raise _LeftOut
+    def _leave_step_out(self) -> bool:
+        self._leave_out(self.optimizer)
+        return False
 
     def _completing(self, closure: Closure, losses: list[Any]) -> Closure:
         """The closure; gradients that it computes are completed, and the losses that it returns are kept."""
@@ -260,8 +262,8 @@ class AcceleratedOptimizer(Optimizer):
             if self._finalize_gradients is not None:
                 self._finalize_gradients(self.optimizer)
             losses.append(loss)
-            if len(losses) == 1:
-                self._judge()
+            if len(losses) == 1 and not self._is_good():
+                raise _LeftOut
             return loss
 
         return compute

@@ -17,13 +17,20 @@ _PARENT = "ACCEL_LAUNCHER_PID"
 _MODULES = ("torch.distributed.run",)
 """Modules that import torch immediately."""
 
+_IMPORTS = (
+    *("import torch", "from torch", "from accel_state import", "import accelerate", "from accelerate"),
+    *("accel_bigmodel", "accel_cli.launch.notebook", "accel_data", "accel_ops", "accel_plugins", "accel_torch"),
+)
+"""Texts of commands that import torch, or a package that imports it."""
+
 
 def _program(arguments: list[str]) -> list[str] | None:
     """The program and its arguments; None if Python was started in another way."""
     rest = arguments[1:] if arguments[:1] == ["-u"] else arguments
     first, second = (*rest, "", "")[:2]
     # multiprocessing starts its helper processes with a command.
-    command = first == "-c" and "import torch" in second and not second.startswith("from multiprocessing")
+    imports = any(text in second for text in _IMPORTS)
+    command = first == "-c" and imports and not second.startswith("from multiprocessing")
     module = first == "-m" and second in _MODULES
     return rest if command or module or first.endswith(".py") else None
 

@@ -29,8 +29,8 @@ class TrackingMixin(Facade):
 
     @log_with.setter
     def log_with(self, trackers: Any) -> None:
-        given = [] if trackers is None else trackers if isinstance(trackers, (list, tuple)) else [trackers]
-        self.session.options = self.session.options._replace(log_with=tuple(given))
+        listed = [] if trackers is None else trackers if isinstance(trackers, (list, tuple)) else [trackers]
+        self.session.options = self.session.options._replace(log_with=tuple(listed))
 
     @property
     def trackers(self) -> list[Any]:

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast, overload
 
 from accel_plugins.layers import strategy_model
-from accel_state.errors import NotOffered
+from accel_state.errors import NotOffered, UnknownKind
 from accel_state.labels import DEVICE_MAP
 from accel_state.library import stack_level
 from accel_state.watch.record import STATUS_RECORD
@@ -244,6 +244,7 @@ class TrainingMixin(Facade):
             Conflict: losses with and without a weight are mixed, or their number differs between processes.
             NotOffered: the backend divides the loss itself; or a window of several micro-batches has losses with
                 several weights, and the backend reduces gradients in each backward pass.
+            UnknownKind: the loss is not a tensor.
 
         Example:
             >>> loss = loss_function(model(inputs), targets)
@@ -264,10 +265,14 @@ class TrainingMixin(Facade):
             accumulation.add_loss(loss, weight, backward, session.prepared.optimizers)
             return
         try:
-            if accumulation.plain and not (kwargs or hooks.before_backward or hooks.after_backward):
+            if accumulation.plain and not (kwargs or hooks.before_backward):
                 # What the other branch comes to, without its calls.
                 steps = accumulation.gradient.plugin.num_steps or 1
-                (loss if steps == 1 else loss / steps).backward()  # type: ignore[no-untyped-call]
+                try:
+                    (loss if steps == 1 else loss / steps).backward()  # type: ignore[no-untyped-call]
+                finally:
+                    for after_backward in hooks.after_backward:
+                        after_backward(loss)
             else:
                 self._backward_with_hooks(loss, kwargs)
         except RuntimeError as error:
@@ -275,6 +280,14 @@ class TrainingMixin(Facade):
 
             explain_backend_error(error)
             raise
+        except (AttributeError, TypeError):
+            if hasattr(loss, "backward"):
+                raise
+            raise UnknownKind(
+                f"Cannot compute the gradients of a {type(loss).__name__}.",
+                "backward() takes the loss as a tensor.",
+                "Pass what the loss function returned: not loss.item(), and not all that the model returned.",
+            ) from None
 
     def _backward_with_hooks(self, loss: Tensor, kwargs: dict[str, Any]) -> None:
         session = self.session
@@ -350,8 +363,8 @@ class TrainingMixin(Facade):
             >>> accelerator.backward(loss_function(model(another_batch), targets))
             >>> optimizer.step()
         """
-        given = models if model is None else (*models, model)
-        return no_sync_all(self.session.strategy, given or tuple(self.session.prepared.models))
+        chosen = models if model is None else (*models, model)
+        return no_sync_all(self.session.strategy, chosen or tuple(self.session.prepared.models))
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
@@ -418,8 +431,8 @@ class TrainingMixin(Facade):
         """
         from accel_torch.step import unscale_gradients
 
-        given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        unscale_gradients(self.session, None if optimizer is None else given)
+        optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        unscale_gradients(self.session, None if optimizer is None else optimizers)
 
     def autocast(
         self, autocast_handler: AutocastKwargs | bool | None = None, cache_enabled: bool | None = None
@@ -439,8 +452,8 @@ class TrainingMixin(Facade):
         if cache_enabled is not None:
             from accel_plugins.precision.config import AutocastKwargs
 
-            known = autocast_handler or self.session.options.handler(AutocastKwargs) or AutocastKwargs()
-            autocast_handler = AutocastKwargs(known.enabled, cache_enabled)
+            settings = autocast_handler or self.session.options.handler(AutocastKwargs) or AutocastKwargs()
+            autocast_handler = AutocastKwargs(settings.enabled, cache_enabled)
         return self.session.precision.autocast(autocast_handler)
 
     def unwrap_model(self, model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Module:
@@ -630,12 +643,12 @@ def _join_uneven_inputs(session: Session, joinables: Sequence[Any], even_batches
 def _adjustable(session: Session) -> list[Any]:
     """The batch samplers of prepared loaders that have `even_batches`."""
     samplers = [getattr(loader, "batch_sampler", None) for loader in session.prepared.loaders]
-    found = [sampler for sampler in samplers if hasattr(sampler, "even_batches")]
-    if len(found) < len(samplers):
+    adjustable = [sampler for sampler in samplers if hasattr(sampler, "even_batches")]
+    if len(adjustable) < len(samplers):
         warnings.warn(
             "join_uneven_inputs(even_batches=...) is only supported for map-style datasets: it does not reach loaders "
             "over streams, nor those that the main process reads for the others.",
             UserWarning,
             stacklevel=stack_level(),
         )
-    return found
+    return adjustable

@@ -1,5 +1,6 @@
 """The guard of training steps: `StepGuard` in `kwargs_handlers` of an Accelerator switches it on.
 
-`config` has the settings, `judge` the verdicts, `history` the limits of spikes, `window` the losses and samples of a
-step, `rollback` the snapshots, `diagnosis` the cause of a bad step, and `events` its record.
+`config` has the settings. `window` collects the losses and samples of a step, `history` decides whether it is good, and
+`judge` asks it before each step. After a bad one, `first_module` and `diagnosis` find the cause, `events` records it,
+and `rollback` and `buffers` put back what it has changed.
 """

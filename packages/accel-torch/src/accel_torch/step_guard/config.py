@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from accel_state.errors import Conflict, SettingError
 from accel_state.kwargs import KwargsHandler
@@ -58,20 +59,8 @@ class StepGuard(KwargsHandler):
     locate: bool = False
 
     def __post_init__(self) -> None:
-        wrong = [f"{name}={getattr(self, name)!r}" for name in ("nonfinite", "on_spike") if self._is_unknown(name)]
-        least = {"window": 5, "snapshot_every": 1, "max_consecutive": 1}
-        for name, smallest in least.items():
-            value = getattr(self, name)
-            if (value is not None or name != "snapshot_every") and (as_int(value) or 0) < smallest:
-                wrong.append(f"{name}={value!r}")
-        if self.spike is not None and (
-            isinstance(self.spike, bool)
-            or not isinstance(self.spike, (int, float))
-            or not 0 < self.spike < float("inf")
-        ):
-            wrong.append(f"spike={self.spike!r}")
-        if not isinstance(self.locate, bool):
-            wrong.append(f"locate={self.locate!r}")
+        values = {name: getattr(self, name) for name in _VALID}
+        wrong = [f"{name}={value!r}" for name, value in values.items() if not _VALID[name](value)]
         if wrong:
             raise SettingError(
                 f"Cannot guard steps with StepGuard({', '.join(wrong)}).",
@@ -80,22 +69,30 @@ class StepGuard(KwargsHandler):
                 "bool.",
                 "Give for example StepGuard(nonfinite='skip', spike=20, on_spike='skip').",
             )
-        if self.rolls_back and self.snapshot_every is None:
+        if "rollback" in self.actions and self.snapshot_every is None:
             raise Conflict(
                 "Cannot guard steps with 'rollback'.",
                 "A rollback returns to a snapshot, and snapshot_every is None, so none are taken.",
                 "Give snapshot_every, the number of good steps between two snapshots, for example 100.",
             )
 
-    def _is_unknown(self, name: str) -> bool:
-        return getattr(self, name) not in _ACTIONS
-
     @property
-    def rolls_back(self) -> bool:
-        """Whether a bad step may return to a snapshot."""
-        return "rollback" in (self.nonfinite, self.on_spike if self.spike is not None else "")
+    def actions(self) -> set[Action]:
+        """What may be done with a bad step."""
+        return {self.nonfinite} if self.spike is None else {self.nonfinite, self.on_spike}
 
-    @property
-    def skips(self) -> bool:
-        """Whether a bad step may be left out."""
-        return "skip" in (self.nonfinite, self.on_spike if self.spike is not None else "")
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+_VALID: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "nonfinite": lambda value: value in _ACTIONS,
+    "spike": lambda value: value is None or _is_positive(value),
+    "on_spike": lambda value: value in _ACTIONS,
+    "window": lambda value: (as_int(value) or 0) >= 5,
+    "snapshot_every": lambda value: value is None or (as_int(value) or 0) >= 1,
+    "max_consecutive": lambda value: (as_int(value) or 0) >= 1,
+    "locate": lambda value: isinstance(value, bool),
+}
+"""Whether a value of each setting is valid."""

@@ -6,14 +6,15 @@ Called only after a bad verdict, on every process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 from accel_ops.rng import restore, snapshot
 from accel_ops.tree import leaves_with_paths
-from accel_torch.replicas import bit_sums, digest, local_part, places_of
+from accel_torch.replicas import digests_by_place, local_part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from accel_torch.step_guard.events import LikelyCause
     from accel_torch.step_guard.window import Window
 
-__all__ = ("Conclusion", "Evidence", "collect", "conclude")
+__all__ = ("Evidence", "collect", "conclude")
 
 _ALONE: Final = 1000.0
 """A single element that is this many times larger than all others is a flipped bit rather than a result."""
@@ -40,10 +41,8 @@ class Evidence(NamedTuple):
     Args:
         losses: the losses of its micro-batches.
         norm: its total gradient norm; None if the backend does not compute it.
-        weights: digests of its weights by their place: processes with an equal place are replicas.
-        flipped_weight: whether a single element of its weights is far larger than all others.
-        flipped_gradient: the same for its gradients.
-        broken_weights: whether several elements of its weights are not finite.
+        digests: digests of its weights by their place: processes with an equal place are replicas.
+        weights, gradients: the two largest absolute values of their elements; infinite for NaN.
         samples: ids of the samples.
         bad_samples: ids of those that are not finite; None if they could not be read again.
         batches: where they are in the loaders.
@@ -52,29 +51,18 @@ class Evidence(NamedTuple):
 
     losses: list[float]
     norm: float | None
-    weights: dict[bytes, bytes]
-    flipped_weight: bool
-    flipped_gradient: bool
-    broken_weights: bool
+    digests: dict[bytes, bytes]
+    weights: tuple[float, float]
+    gradients: tuple[float, float]
     samples: list[str]
     bad_samples: list[str] | None
     batches: str
     module: str | None = None
 
 
-class Conclusion(NamedTuple):
-    """What follows.
-
-    Args:
-        cause: the likely cause.
-        ranks: the processes on which the step was bad.
-    """
-
-    cause: LikelyCause
-    ranks: list[int]
-
-
-def collect(strategy: Strategy, parameters: Sequence[Tensor], window: Window, norm: Tensor | None) -> Evidence:
+def collect(
+    strategy: Strategy, parameters: Sequence[Tensor], window: Window, norm: Tensor | None, module: str | None
+) -> Evidence:
     """What this process knows.
 
     Args:
@@ -82,30 +70,26 @@ def collect(strategy: Strategy, parameters: Sequence[Tensor], window: Window, no
         parameters: those of the optimizer.
         window: the losses and batches of the step.
         norm: the norm that this process has computed.
+        module: see `Evidence`.
     """
-    weights: dict[bytes, list[int]] = {}
-    for place, bits in zip(places_of(strategy, parameters), bit_sums(parameters), strict=True):
-        weights.setdefault(place, []).append(bits)
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    largest = _two_largest(parameters)
-    samples, bad = _samples(window)
+    samples, bad_samples = _samples(window)
     return Evidence(
         losses=[float(loss) for loss in window.losses],
         norm=None if norm is None else float(norm),
-        weights={place: digest(bits) for place, bits in weights.items()},
-        flipped_weight=_is_alone(largest),
-        flipped_gradient=_is_alone(_two_largest(gradients)),
-        broken_weights=not math.isfinite(largest[1]),
+        digests=digests_by_place(strategy, parameters),
+        weights=_two_largest(parameters),
+        gradients=_two_largest(parameter.grad for parameter in parameters if parameter.grad is not None),
         samples=samples,
-        bad_samples=bad,
+        bad_samples=bad_samples,
         batches=window.positions(),
+        module=module,
     )
 
 
 def conclude(
     everyones: Sequence[Evidence], is_bad: Callable[[float], bool], changed: bool, replicated: bool
-) -> Conclusion:
-    """The likely cause, from what all processes know.
+) -> tuple[LikelyCause, list[int]]:
+    """The likely cause, and the processes on which the step was bad, from what all processes know.
 
     Args:
         everyones: the evidence by rank.
@@ -114,40 +98,37 @@ def conclude(
             is far above its median.
         replicated: whether all processes should have the same gradients and weights.
     """
-    ranks = list(range(len(everyones)))
-    other = _minority(everyones) if replicated else []
-    if other or (other := [rank for rank in ranks if everyones[rank].flipped_weight]):
-        return Conclusion("hardware", other)
-    if replicated and (other := _apart([one.norm for one in everyones])):
-        return Conclusion("hardware", other)
-    bad = [rank for rank in ranks if any(map(is_bad, everyones[rank].losses))]
-    if not bad and (other := [rank for rank in ranks if everyones[rank].flipped_gradient]):
-        return Conclusion("hardware", other)
-    if other := [rank for rank in ranks if everyones[rank].bad_samples]:
-        return Conclusion("data", other)
-    if not bad or any(one.broken_weights for one in everyones):
-        return Conclusion("numerics", bad or ranks)
+
+    def ranks_where(holds: Callable[[Evidence], object]) -> list[int]:
+        return [rank for rank, one in enumerate(everyones) if holds(one)]
+
+    broken = _minority(everyones) if replicated else []
+    broken = broken or ranks_where(lambda one: _stands_out(one.weights))
+    broken = broken or (_apart([one.norm for one in everyones]) if replicated else [])
+    bad = ranks_where(lambda one: any(map(is_bad, one.losses)))
+    if broken or (not bad and (broken := ranks_where(lambda one: _stands_out(one.gradients)))):
+        return "hardware", broken
+    if samples := ranks_where(lambda one: one.bad_samples):
+        return "data", samples
+    if not bad or any(not math.isfinite(second) for _, second in (one.weights for one in everyones)):
+        return "numerics", bad or ranks_where(lambda one: True)
     some_are_good = any(not is_bad(loss) for one in everyones for loss in one.losses)
     unread = any(everyones[rank].bad_samples is None for rank in bad)
     alone = len(everyones) == 1 and (unread or all(map(math.isfinite, everyones[0].losses)))
-    return Conclusion("data" if not changed and (some_are_good or alone) else "numerics", bad)
+    return ("data" if not changed and (some_are_good or alone) else "numerics"), bad
 
 
 def _minority(everyones: Sequence[Evidence]) -> list[int]:
     """The processes whose weights differ from those of most of their replicas."""
-    other: set[int] = set()
-    for place in {place for one in everyones for place in one.weights}:
-        digests = {rank: one.weights[place] for rank, one in enumerate(everyones) if place in one.weights}
-        other.update(_unlike_most(digests, [rank for rank in digests if everyones[rank].flipped_weight]))
-    return sorted(other)
-
-
-def _unlike_most(values: dict[int, Any], suspects: Sequence[int]) -> list[int]:
-    listed: list[Hashable] = list(values.values())
-    most = max(listed, key=listed.count, default=None)
-    other = [rank for rank, value in values.items() if value != most]
-    # Of two values that are equally frequent, the suspect's is the wrong one.
-    return list(suspects) if other and listed.count(most) * 2 <= len(listed) and suspects else other
+    minority: set[int] = set()
+    for place in {place for one in everyones for place in one.digests}:
+        digests = {rank: one.digests[place] for rank, one in enumerate(everyones) if place in one.digests}
+        ((most, count),) = Counter(digests.values()).most_common(1)
+        other = {rank for rank, theirs in digests.items() if theirs != most}
+        suspects = {rank for rank in digests if _stands_out(everyones[rank].weights)}
+        # Of two values that are equally frequent, the suspect's is the wrong one.
+        minority |= suspects if other and suspects and count * 2 <= len(digests) else other
+    return sorted(minority)
 
 
 def _apart(norms: Sequence[float | None]) -> list[int]:
@@ -159,7 +140,8 @@ def _apart(norms: Sequence[float | None]) -> list[int]:
     return [rank for rank, norm in enumerate(norms) if norm is not None and not abs(norm - least) <= _APART * least]
 
 
-def _is_alone(largest: tuple[float, float]) -> bool:
+def _stands_out(largest: tuple[float, float]) -> bool:
+    """Whether a single element is far larger than all others."""
     first, second = largest
     return second > 0 and first > _ALONE * second
 
@@ -167,12 +149,12 @@ def _is_alone(largest: tuple[float, float]) -> bool:
 @torch.no_grad()
 def _two_largest(tensors: Iterable[Tensor]) -> tuple[float, float]:
     """The two largest absolute values among the elements of this process; NaN counts as infinite."""
-    found = [0.0, 0.0]
+    largest = [0.0, 0.0]
     for tensor in tensors:
         local = local_part(tensor)
         values = (local.coalesce().values() if local.is_sparse else local).flatten().double().abs()
-        found += values.nan_to_num(nan=math.inf, posinf=math.inf).topk(min(2, values.numel())).values.tolist()
-    first, second, *_ = sorted(found, reverse=True)
+        largest += values.nan_to_num(nan=math.inf, posinf=math.inf).topk(min(2, values.numel())).values.tolist()
+    first, second, *_ = sorted(largest, reverse=True)
     return first, second
 
 

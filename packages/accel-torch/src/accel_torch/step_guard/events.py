@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import os
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
+from accel_state.errors import NonFiniteStep, SpikeStep
 from accel_state.watch.goodput import append_line
 from accel_state.watch.record import STATUS_RECORD
 from accel_torch.step_guard.config import Action
 
-__all__ = ("EVENTS", "LikelyCause", "StepEvent", "tell")
+__all__ = ("EVENTS", "LikelyCause", "StepEvent")
 
 EVENTS: Final = "events.jsonl"
 """File in the project folder, with one line for each bad step."""
@@ -24,6 +24,13 @@ _logger: Final = logging.getLogger(__name__)
 
 _SHOWN: Final = 8
 """Largest number of samples of a process in a text."""
+
+_REMEDIES: Final[Mapping[str, str]] = {
+    "data": "Weights did not change. Look at these samples, or leave such steps out with StepGuard(nonfinite='skip').",
+    "numerics": "Weights did not change. Continue from an older checkpoint with a smaller learning rate, or clip "
+    "gradients.",
+    "hardware": "A bit was probably flipped in memory or on the way. Continue from a checkpoint on another machine.",
+}
 
 
 class StepEvent(NamedTuple):
@@ -86,28 +93,38 @@ class StepEvent(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """The line of `events.jsonl`; JSON has no NaN and no infinity, which are texts there."""
-        line = self._asdict()
-        line["value"] = self.value if math.isfinite(self.value) else str(self.value)
-        line["ranks"] = list(self.ranks)
-        line["samples"] = {str(rank): list(ids) for rank, ids in self.samples.items()}
-        line["batches"] = {str(rank): text for rank, text in self.batches.items()}
-        return {"time": line.pop("time") or time.time(), **line}
+        value = self.value if math.isfinite(self.value) else str(self.value)
+        return {**self._asdict(), "value": value}
 
+    def error(self, in_a_row: int = 0) -> NonFiniteStep | SpikeStep:
+        """The error of a step that raises.
 
-def tell(event: StepEvent, rank: int, folder: str | None) -> None:
-    """Log an event on the first process, append it to the project's file, and note it in the status record of all.
+        Args:
+            in_a_row: the number of bad steps in a row, if there were too many.
+        """
+        again = f" It is bad step number {in_a_row} in a row (max_consecutive)." if in_a_row else ""
+        kind = NonFiniteStep if self.kind == "nonfinite" else SpikeStep
+        return kind(
+            f"Cannot make step {self.step}.{again}",
+            f"{self.sentence} {self.details}",
+            _REMEDIES[self.cause],
+            self.cause,
+            [sample for ids in self.samples.values() for sample in ids],
+        )
 
-    Args:
-        event: the event.
-        rank: rank of this process.
-        folder: the project's folder, if there is one.
-    """
-    STATUS_RECORD.bad_step = f"step {event.step}: {event.kind} {event.quantity} ({event.cause}), {event.action}"
-    if rank:
-        return
-    back = "" if event.back_to is None else f" to step {event.back_to}"
-    _logger.warning("StepGuard: %s%s. %s %s", event.action, back, event.sentence, event.details)
-    if folder is not None:
-        error = append_line(os.path.join(folder, EVENTS), event.as_json())
-        if error is not None:
-            _logger.warning("StepGuard: cannot write %s: %s", EVENTS, error)
+    def tell(self, rank: int, folder: str | None) -> None:
+        """Note it in the status record; on the first process, log it and append it to the project's file.
+
+        Args:
+            rank: rank of this process.
+            folder: the project's folder, if there is one.
+        """
+        STATUS_RECORD.bad_step = f"step {self.step}: {self.kind} {self.quantity} ({self.cause}), {self.action}"
+        if rank:
+            return
+        back = "" if self.back_to is None else f" to step {self.back_to}"
+        _logger.warning("StepGuard: %s%s. %s %s", self.action, back, self.sentence, self.details)
+        if folder is not None:
+            error = append_line(os.path.join(folder, EVENTS), self.as_json())
+            if error is not None:
+                _logger.warning("StepGuard: cannot write %s: %s", EVENTS, error)

@@ -1,9 +1,10 @@
-"""The first module whose output is not finite, found by repeating a forward pass (`locate=True`)."""
+"""The first module whose output is not finite, found by repeating the forward passes of a step (`locate=True`)."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from accel_ops.rng import restore, snapshot
 from accel_ops.tree import leaves_with_paths
 from accel_plugins.layers import strategy_model
 from accel_plugins.parameters import canonical_name
+from accel_torch.step_guard.buffers import BufferCopies
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -23,7 +25,7 @@ __all__ = ("ForwardInputs",)
 
 
 class ForwardInputs:
-    """Keeps the inputs of the forward passes of a window, to repeat one of them.
+    """Keeps the inputs of the forward passes of a window, to repeat them.
 
     Args:
         window: the window.
@@ -31,8 +33,8 @@ class ForwardInputs:
 
     def __init__(self, window: Window) -> None:
         self._window = window
-        self._number = 0
-        self._kept: list[tuple[weakref.ref[Module], tuple[Any, ...], dict[str, Any]]] = []
+        self._cleared_at = 0
+        self._passes: list[tuple[weakref.ref[Module], tuple[Any, ...], dict[str, Any]]] = []
         self._repeats = False
 
     def follow(self, models: Sequence[Module]) -> None:
@@ -43,40 +45,39 @@ class ForwardInputs:
     def _keep(self, model: Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         if self._repeats or not model.training or torch.compiler.is_compiling():
             return
-        if self._window.has_ended and self._number != self._window.number:
-            self._kept.clear()
-            self._number = self._window.number
-        self._kept.append((weakref.ref(model), arguments, named))
+        if self._window.has_ended and self._cleared_at != self._window.backwards:
+            # The first forward pass of the next window.
+            self._passes.clear()
+            self._cleared_at = self._window.backwards
+        self._passes.append((weakref.ref(model), arguments, named))
 
-    def first_bad(self, session: Session, micro_batch: int) -> str | None:
-        """Name of the first module whose output is not finite, in the forward pass of a micro-batch; or None.
+    def first_bad(self, session: Session) -> str | None:
+        """Name of the first module whose output is not finite, in the forward passes of the window; or None.
 
-        Called on every process with the same number, because a forward pass may communicate. Buffers and generators
-        are as before afterwards.
+        Called on every process, because a forward pass may communicate. Buffers and generators are as before
+        afterwards.
         """
-        passes = len(self._kept) // max(len(self._window.losses), 1) or 1
-        chosen = self._kept[micro_batch * passes : (micro_batch + 1) * passes]
+        names: list[str] = []
         generators = snapshot()
         self._repeats = True
-        names: list[str] = []
         try:
-            # All of them, on every process.
-            for referred, arguments, named in chosen:
-                model = referred()
-                if model is not None:
-                    names += _repeated(session, model, arguments, named)
+            for reference, arguments, named in self._passes:
+                if (model := reference()) is not None:
+                    _repeat(session, model, arguments, named, names)
         finally:
             self._repeats = False
             restore(generators)
         return names[0] if names else None
 
 
-def _repeated(session: Session, model: Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> list[str]:
+def _repeat(
+    session: Session, model: Module, arguments: tuple[Any, ...], named: dict[str, Any], names: list[str]
+) -> None:
+    """Repeat a forward pass, and add the names of the modules whose outputs are not finite."""
     inner = session.strategy.unwrap(strategy_model(model))
-    buffers = [(buffer, buffer.detach().clone()) for buffer in inner.buffers()]
-    found: list[str] = []
+    buffers = BufferCopies(session, [model])
     handles = [
-        module.register_forward_hook(_check(canonical_name(name) or type(module).__name__, found), always_call=False)
+        module.register_forward_hook(partial(_check, canonical_name(name) or type(module).__name__, names))
         for name, module in inner.named_modules()
     ]
     try:
@@ -85,16 +86,10 @@ def _repeated(session: Session, model: Module, arguments: tuple[Any, ...], named
     finally:
         for handle in handles:
             handle.remove()
-        for buffer, before in buffers:
-            buffer.copy_(before)
-    return found
+        buffers.put_back()
 
 
-def _check(name: str, found: list[str]) -> Any:
-    def check(module: Module, inputs: Any, outputs: Any) -> None:
-        for _, leaf in leaves_with_paths(outputs):
-            is_floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-            if not found and is_floating and not bool(torch.isfinite(leaf).all()):
-                found.append(name)
-
-    return check
+def _check(name: str, names: list[str], module: Module, inputs: Any, outputs: Any) -> None:
+    values = [leaf for _, leaf in leaves_with_paths(outputs) if isinstance(leaf, torch.Tensor)]
+    if not all(bool(torch.isfinite(value).all()) for value in values if value.is_floating_point()):
+        names.append(name)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch import Tensor
+
+from accel_torch.hooks import Hook
 from accel_torch.samples_at_hand import drawn_batches
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from accel_torch.accumulation import Accumulation
 
 __all__ = ("ReadBatch", "Window")
@@ -35,77 +35,95 @@ class ReadBatch(NamedTuple):
         drawn = drawn_batches(self.loader())
         return [] if drawn is None else list(drawn.batch(self.number))
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """The epoch, and the number of the batch in it."""
+        iteration = self.iteration
+        return iteration.epoch, iteration.steps - iteration.received + self.number
 
-class Window:
+
+class Window(Hook):
     """The losses of a window of micro-batches, weighted as their gradients are.
 
     It ends when an optimizer has stepped, and the next one begins with the next backward pass. So two optimizers that
     step after one backward pass see the same losses, and two with a backward pass each see their own.
 
+    Numbers of the host are floats: reading them costs nothing, and they are faster than tensors.
+
     Args:
         accumulation: the position in the window, with the weights of the micro-batches.
 
     Attributes:
-        number: number of the window.
-        has_ended: whether the next backward pass begins another one.
-        losses: the loss of each micro-batch of this process, on its device.
-        total: the weighted sum of the losses; None if there were none.
-        share: the sum of the weights.
+        backwards: backward passes of the run so far; what was measured before the last one is out of date.
+        has_ended: whether the next backward pass begins another window.
+        losses: the loss of each backward pass of this process.
+        total: the weighted sum of the losses.
+        share: the sum of the weights; 0 if there were no losses.
         batches: the batches of the window.
     """
 
     def __init__(self, accumulation: Accumulation) -> None:
         self._accumulation = accumulation
-        self.number, self.has_ended = 0, True
+        self.backwards = 0
         self._begin()
 
     def _begin(self) -> None:
-        self.number += 1
         self.has_ended = False
-        self.losses: list[Tensor] = []
-        self.total: Tensor | None = None
+        self.losses: list[Tensor | float] = []
+        self.total: Tensor | float = 0.0
         self.share = 0.0
         self.batches: list[ReadBatch] = []
+        # By loss, in a window whose losses have weights of their own: what is still to be scaled.
+        self._apart: dict[int, Tensor | float] = {}
 
-    def end(self) -> None:
-        """Note that an optimizer has stepped, or was judged."""
-        self.has_ended = True
-
-    def add(self, loss: Tensor) -> None:
-        """Add the loss of a micro-batch, after its backward pass; a stand-in of an exact epoch counts nothing."""
+    def after_backward(self, loss: Tensor) -> None:
+        """Add the loss of a micro-batch; a stand-in of an exact epoch counts nothing."""
         if self.has_ended:
             self._begin()
+        self.backwards += 1
         accumulation = self._accumulation
-        loader: Any = accumulation.gradient.active_dataloader
-        progress = getattr(loader, "progress", None)
-        if progress is not None:
-            self.batches.append(ReadBatch(weakref.ref(loader), progress.iteration, progress.received - 1))
-        if accumulation.exact and getattr(loader, "is_stand_in", False):
+        loaders = accumulation.gradient.loaders
+        loader: Any = loaders[-1] if loaders else None
+        if loader is not None:
+            progress = getattr(loader, "progress", None)
+            if progress is not None:
+                self.batches.append(ReadBatch(weakref.ref(loader), progress.iteration, progress.received - 1))
+            if accumulation.exact and getattr(loader, "is_stand_in", False):
+                return
+        value = _value(loss)
+        self.losses.append(value)
+        factor, share, weights = accumulation.factor, 1.0, accumulation.loss_weights
+        if weights is not None and weights.apart is not None:
+            self._apart[weights.apart] = self._apart.get(weights.apart, 0.0) + value
             return
-        loss = loss.detach()
-        if loss.dim():
-            loss = loss.mean()
-        if hasattr(loss, "full_tensor"):
-            loss = loss.full_tensor()
-        factor, share = accumulation.factor, 1.0
         if factor is not None and accumulation.weighting is not None:
             share = accumulation.weighting.share
         elif accumulation.exact and hasattr(loader, "step_weights"):
             factor = share = loader.step_weights[0]
-        self.losses.append(loss)
-        part = loss if factor is None else loss * factor
-        self.total = part if self.total is None else self.total + part
+        self.total = self.total + (value if factor is None else value * factor)
         self.share += share
+        if weights is not None:
+            for number, part in self._apart.items():
+                self.total = self.total + part * weights.scales[number]
+            self._apart.clear()
 
     def positions(self) -> str:
         """Where the batches are in their loaders, as text such as "epoch 0, batches 4 to 7"."""
-        return "; ".join(self._positions())
+        epochs: dict[int, list[int]] = {}
+        for epoch, number in (batch.position for batch in self.batches):
+            epochs.setdefault(epoch, []).append(number)
+        return "; ".join(
+            f"epoch {epoch}, batches {min(numbers)} to {max(numbers)}"
+            if len(set(numbers)) > 1
+            else f"epoch {epoch}, batch {numbers[0]}"
+            for epoch, numbers in epochs.items()
+        )
 
-    def _positions(self) -> Iterator[str]:
-        ranges: dict[int, list[int]] = {}
-        for batch in self.batches:
-            first = batch.iteration.steps - batch.iteration.received
-            ranges.setdefault(batch.iteration.epoch, []).append(first + batch.number)
-        for epoch, numbers in ranges.items():
-            last = f"batches {min(numbers)} to {max(numbers)}" if len(set(numbers)) > 1 else f"batch {numbers[0]}"
-            yield f"epoch {epoch}, {last}"
+
+def _value(loss: Tensor) -> Tensor | float:
+    """The mean loss without its graph: a number if it is in host memory, else a tensor."""
+    if type(loss) is not Tensor and hasattr(loss, "full_tensor"):
+        loss = loss.full_tensor()
+    if loss.dim():
+        loss = loss.mean()
+    return loss.item() if loss.is_cpu else loss.detach()

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from accel_bigmodel.align import align_module_device, has_offloaded_params
-from accel_bigmodel.device_map import Device, device_of_name
-from accel_bigmodel.dispatch import own_state
+from accel_bigmodel.align import AlignDevicesHook, align_module_device, has_offloaded_params
+from accel_bigmodel.device_map import DISK, Device, DeviceMap, device_of_name, matching_entries, resolve_device
+from accel_bigmodel.dispatch import Place, attach_to_blocks, own_state
+from accel_bigmodel.hooks import add_hook_to_module
 from accel_bigmodel.offload import load_offloaded_weight, weight_file
-from accel_bigmodel.place import set_module_tensor_to_device
+from accel_bigmodel.prefetch import BlockReader
 from accel_bigmodel.sizes import Dtype, compute_module_sizes, convert_file_size_to_int, get_max_layer_size
+from accel_bigmodel.tensors import TiedParameters, set_module_tensor_to_device
+from accel_bigmodel.weight_files import load_weights_file
 from accel_state.errors import SettingError
+from accel_state.labels import HOOK
 
 __all__ = (
+    "attach_align_device_hook_on_blocks",
+    "attach_execution_device_hook",
     "calculate_maximum_sizes",
     "check_tied_parameters_in_config",
     "check_tied_parameters_on_same_device",
@@ -28,9 +34,74 @@ __all__ = (
     "get_module_size_with_ties",
     "get_state_dict_from_offload",
     "load_offloaded_weights",
+    "load_state_dict",
 )
 
 _log = logging.getLogger(__name__)
+
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module,
+    execution_device: Device | Mapping[str, Device] | None = None,
+    offload: bool | Mapping[str, bool] = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: TiedParameters | None = None,
+    reader: BlockReader | None = None,
+) -> None:
+    """Attach align hooks to the blocks that `execution_device` and `offload` name.
+
+    Args:
+        execution_device: a device for all, or name of a module or tensor (relative to `module`) to its device; names
+            that `module` lacks are ignored, with a warning.
+        offload: for all, or by name; a block that is not named is not offloaded.
+        module_name: full name of `module`.
+
+    The other arguments are those of `attach_align_device_hook`. The outermost module moves outputs to the device of
+    the inputs.
+    """
+    devices = execution_device if isinstance(execution_device, Mapping) else {"": execution_device}
+    offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+    matching = matching_entries(module, {**devices, **offloads})
+    attach_to_blocks(
+        module,
+        {name: Place(devices[name], offloads.get(name, False)) for name in matching if name in devices},
+        weights_map,
+        offload_buffers,
+        preload_module_classes or (),
+        {"skip_keys": skip_keys, "tied_params_map": tied_params_map, "reader": reader or BlockReader()},
+        module_name,
+    )
+
+
+def attach_execution_device_hook(
+    module: nn.Module,
+    execution_device: Device,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    tied_params_map: TiedParameters | None = None,
+) -> None:
+    """Compute every module with weights on `execution_device`, except modules that already have a hook.
+
+    Args:
+        module: the model, or the part of it, that gets hooks.
+        execution_device: device on which its modules compute.
+        skip_keys: keyword arguments with values that are not moved.
+        preload_module_classes: names of classes whose instances get one hook for all their submodules.
+        tied_params_map: copies of tied weights by device.
+    """
+    children = list(module.children())
+    preloads = bool(children) and type(module).__name__ in (preload_module_classes or ())
+    if not hasattr(module, HOOK) and (preloads or module._parameters or module._buffers):
+        hook = AlignDevicesHook(
+            execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map, place_submodules=preloads
+        )
+        add_hook_to_module(module, hook)
+    for child in () if preloads else children:
+        attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
@@ -163,6 +234,28 @@ def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], d
                 "Tied parameters are on different devices: %s. Put them on one, or let device_map='auto' do it.",
                 devices,
             )
+
+
+def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceMap | None = None) -> dict[str, Any]:
+    """The weights of one file by name.
+
+    Args:
+        checkpoint_file: a safetensors file, or one that `torch.save` wrote.
+        device_map: devices by the names of modules and weights; weights for "disk", and all without a map, go to the
+            CPU.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or contains Python objects other than weights.
+        SettingError: the map names a device that does not exist.
+    """
+    weights = load_weights_file(checkpoint_file)
+    if device_map is None:
+        return weights
+    devices = {name: device_of_name(name, device_map) for name in weights}
+    away = {
+        name: resolve_device(device) for name, device in devices.items() if device is not None and str(device) != DISK
+    }
+    return {name: weight.to(away[name]) if name in away else weight for name, weight in weights.items()}
 
 
 def load_offloaded_weights(

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from accel_bigmodel import place
+from accel_bigmodel import tensors
 from accel_ops import tree
 from accel_state.errors import ShapeMismatch, UnknownKind
 
@@ -41,15 +41,15 @@ def recursively_apply(
         ) from error
 
 
-@functools.wraps(place.set_module_tensor_to_device)
+@functools.wraps(tensors.set_module_tensor_to_device)
 def set_module_tensor_to_device(
     module: Module, tensor_name: str, device: Device, value: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> None:
     """`accel_bigmodel.set_module_tensor_to_device`, with another text for a value of another shape."""
     try:
-        place.set_module_tensor_to_device(module, tensor_name, device, value, *args, **kwargs)
+        tensors.set_module_tensor_to_device(module, tensor_name, device, value, *args, **kwargs)
     except ShapeMismatch as error:
-        owner, leaf = place.submodule_and_leaf(module, tensor_name)
+        owner, leaf = tensors.submodule_and_leaf(module, tensor_name)
         raise ShapeMismatch(
             f'Trying to set a tensor of shape {getattr(value, "shape", None)} in "{leaf}" (which has shape '
             f"{getattr(owner, leaf).shape}), this looks incorrect."

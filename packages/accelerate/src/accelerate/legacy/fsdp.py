@@ -57,13 +57,13 @@ def shard_by(function: Callable[[Any, Module], Module]) -> None:
 def fsdp2_apply_ac(accelerator: Any, model: Module) -> Module:
     """Apply activation checkpointing to the blocks that the run shards."""
     strategy = accelerator.session.strategy
-    transform = ActivationCheckpoint(lambda whole: blocks_to_shard(whole, strategy.config))
+    transform = ActivationCheckpoint(lambda whole: blocks_to_shard(whole, strategy.config.policy_for(whole)))
     return transform.apply(model, strategy.context)
 
 
 def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: Module) -> Callable[[Module], bool]:
     """A function that returns whether a module of the model is sharded separately."""
-    blocks = {id(block) for block in blocks_to_shard(model, fsdp2_plugin)}
+    blocks = {id(block) for block in blocks_to_shard(model, fsdp2_plugin.policy_for(model))}
     return lambda module: id(module) in blocks
 
 
@@ -123,18 +123,10 @@ def get_parameters_from_modules(modules: Iterable[Module] | str | None, model: M
         model: the model with these modules.
         device: the device to which the parameters are moved in place.
     """
-    settings: Any = _Ignoring(modules)
-    found = ignored_parameters(model, settings)
-    for parameter in found:
+    parameters = ignored_parameters(model, modules)
+    for parameter in parameters:
         parameter.data = parameter.data.to(device)
-    return found
-
-
-class _Ignoring:
-    """FSDP settings with the only field that is read here."""
-
-    def __init__(self, modules: Any) -> None:
-        self.ignored_modules = modules
+    return parameters
 
 
 def ensure_weights_retied(

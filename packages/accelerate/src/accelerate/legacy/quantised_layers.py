@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from accel_bigmodel.offload import offload_weight
-from accel_bigmodel.place import set_module_tensor_to_device
 from accel_bigmodel.quantize import BnbQuantizationConfig, layers_of_bitsandbytes, linear_layers, replace_layers
+from accel_bigmodel.tensors import set_module_tensor_to_device
 
 __all__ = (
     "get_parameter_device",

@@ -95,14 +95,12 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "accelerate.hooks": {
         "accel_bigmodel.align": "AlignDevicesHook",
-        "accel_bigmodel.attach": """
-            attach_align_device_hook attach_align_device_hook_on_blocks attach_execution_device_hook
-        """,
         "accel_bigmodel.casting": "LayerwiseCastingHook",
-        "accel_bigmodel.dispatch": "CpuOffload UserCpuOffloadHook",
+        "accel_bigmodel.dispatch": "CpuOffload UserCpuOffloadHook attach_align_device_hook",
         "accel_bigmodel.hooks": """
             ModelHook SequentialHook add_hook_to_module remove_hook_from_module remove_hook_from_submodules
         """,
+        "accelerate.legacy.big_models": "attach_align_device_hook_on_blocks attach_execution_device_hook",
     },
     "accelerate.inference": {
         "accel_bigmodel.pipeline": """
@@ -312,16 +310,17 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accel_bigmodel.placement": "get_balanced_memory get_max_memory infer_auto_device_map",
         "accel_bigmodel.device_map": "check_device_map check_device_same clean_device_map",
         "accel_bigmodel.dispatch": "get_state_dict_offloaded_model",
-        "accel_bigmodel.load": "load_checkpoint_in_model load_state_dict",
+        "accel_bigmodel.load": "load_checkpoint_in_model",
         "accel_bigmodel.sizes": """
-            compute_module_sizes convert_file_size_to_int dtype_byte_size get_max_layer_size get_non_persistent_buffers
-            named_module_tensors
+            compute_module_sizes convert_file_size_to_int dtype_byte_size get_max_layer_size
         """,
-        "accel_bigmodel.tied": "find_tied_parameters id_tensor_storage retie_parameters",
+        "accel_bigmodel.tensors": """
+            find_tied_parameters get_non_persistent_buffers id_tensor_storage named_module_tensors retie_parameters
+        """,
         "accelerate.legacy.big_models": """
             calculate_maximum_sizes check_tied_parameters_in_config check_tied_parameters_on_same_device
             compute_module_total_buffer_size fallback_allocate get_module_leaves get_module_size_with_ties
-            get_state_dict_from_offload load_offloaded_weights
+            get_state_dict_from_offload load_offloaded_weights load_state_dict
         """,
         "accelerate.legacy.error_texts": "set_module_tensor_to_device",
         "accelerate.legacy.precision": "get_grad_scaler get_mixed_precision_context_manager",
