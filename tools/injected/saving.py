@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
-import itertools
 import logging
 import os
 import random
@@ -471,14 +470,15 @@ def restarts(folder: Path, every: int) -> Tally:
         (answer,) = ask(lambda: contained(lambda: with_pid(300, function)))
         return answer
 
-    for at in itertools.count(0, every):
+    at = 0
+    while True:
         shutil.rmtree(run.project)
         shutil.copytree(before, run.project)
         if not in_container(partial(hit, at)).get():
             return tally
         again = in_container(lambda: ask(save_beside)[0].get())
         tally.count(f"operation {at}", again.error or ", ".join(run.left()) or run.wrong(run.project))
-    raise AssertionError
+        at += every
 
 
 # ---------------------------------------------------------------- writes through `.data` during an asynchronous save
@@ -539,11 +539,9 @@ def _save_hit(run: Run, write: Callable[[Session], object], place: int) -> tuple
 
 def data_writes(folder: Path, every: int) -> Tally:
     """Each write before each file that the thread writes: what is saved is the moment of the call."""
-    tally, number, files = Tally("write through .data"), 0, 1
+    tally, place, number, files = Tally("write through .data"), 0, 0, 1
     run = Run(folder / "project", overwrite=True, behind=True)
-    for place in itertools.count():
-        if place >= files:
-            break
+    while place < files:
         for name, write in WRITES.items():
             number += 1
             if (number - 1) % every == 0:
@@ -551,4 +549,5 @@ def data_writes(folder: Path, every: int) -> Tally:
                 (loaded,) = ask(lambda: _moment(run.resumed()))
                 wrong = loaded.error or (None if loaded.value == called else "what was loaded is of another moment")
                 tally.count(f"{name} before file {place}", wrong)
+        place += 1
     return tally
