@@ -373,7 +373,7 @@ def engines_xla(session: nox.Session) -> None:
 
 @nox.session(venv_backend="virtualenv", reuse_venv=True)
 def bench(session: nox.Session) -> None:
-    """Measure against the original library, and write docs/benchmarks.md; `-- --compare OLD.json` compares."""
+    """Measure against the original library, and write docs/reports/benchmarks.md; `-- --compare OLD.json` compares."""
     session.install("-q", "-c", str(CONSTRAINTS), ORIGINAL, "torch", "psutil", "numpy")
     peer = str(Path(session.bin) / "python")
     run(session, "python", "tools/measure.py", "--peer", peer, *session.posargs)

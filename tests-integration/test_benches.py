@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from bench.case import FIGURES, SCALES, Case, Scope, Work
+from bench.cases import cases, groups, selected
 from bench.comparison import compared, report
 from bench.metering import METERS, Meter, measure, paused
 from bench.results import Row, half_quartiles, line, merged, read_rows, write_rows
-from bench.table import cases, groups, selected
 from bench.turns import Measured, sessions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,7 +47,7 @@ def test_no_two_cases_have_one_key() -> None:
 
 def test_the_table_is_read_without_torch_and_without_either_library() -> None:
     code = (
-        "import sys; from bench.table import cases; cases(); "
+        "import sys; from bench.cases import cases; cases(); "
         "print([name for name in sys.modules if name == 'torch' or name.startswith('accel')])"
     )
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "tools", capture_output=True, text=True, check=True)
@@ -56,14 +56,14 @@ def test_the_table_is_read_without_torch_and_without_either_library() -> None:
 
 def test_every_case_is_measured_in_one_session() -> None:
     rows = cases()
-    found = [case.key for session in sessions(rows) for work in session.works for case in work.rows]
+    found = [case.key for works in sessions(rows) for measured in works for case in measured.rows]
     assert sorted(found) == sorted(case.key for case in rows)
 
 
 def test_a_session_has_one_group_and_one_number_of_processes() -> None:
-    for session in sessions(cases()):
-        assert len({(work.rows[0].group, work.work.processes) for work in session.works}) == 1
-        assert len(session.works) == 1 or not any(work.work.alone or work.work.once for work in session.works)
+    for works in sessions(cases()):
+        assert len({(measured.rows[0].group, measured.work.processes) for measured in works}) == 1
+        assert len(works) == 1 or not any(measured.work.alone or measured.work.once for measured in works)
 
 
 def test_a_group_and_a_pattern_of_a_name_select() -> None:

@@ -12,7 +12,7 @@ from accel_bigmodel.weight_files import load_weights
 from accel_cli.main import main
 from accel_testing.processes import Processes
 from accel_torch import Accelerator, FullyShardedDataParallelPlugin
-from reliability_gadgets import code_in_a_field
+from injected.reading import code_in_a_field
 
 
 def save(folder: str) -> None:

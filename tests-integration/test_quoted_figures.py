@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.cases import cases
 from bench.results import document, read_rows
-from bench.table import cases
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,15 +36,15 @@ def quoted() -> dict[str, float]:
 def measured() -> dict[str, float]:
     """Every ratio to the original, the first where one case has several units."""
     found: dict[str, float] = {}
-    for row in read_rows(ROOT / "docs" / "benchmarks.json"):
+    for row in read_rows(ROOT / "docs" / "reports" / "benchmarks.json"):
         if row.figure.endswith(("/peer", "/(peer - raw)")):
             found.setdefault(row.case, row.value)
     return found
 
 
 def test_the_tables_are_made_from_the_rows_that_are_checked_in() -> None:
-    tables = document(cases(), read_rows(ROOT / "docs" / "benchmarks.json"))
-    assert (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8") == tables
+    tables = document(cases(), read_rows(ROOT / "docs" / "reports" / "benchmarks.json"))
+    assert (ROOT / "docs" / "reports" / "benchmarks.md").read_text(encoding="utf-8") == tables
 
 
 def test_every_quoted_figure_has_its_case() -> None:

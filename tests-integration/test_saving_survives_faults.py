@@ -1,16 +1,20 @@
-"""A part of the sweeps in docs/reliability.md, and that document itself."""
+"""A part of the sweeps in docs/reports/reliability.md, and that report itself."""
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+import pickle
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
 from faults import sweeps, tracing
 
 import reliability
 from accel_state.errors import NotOffered
+from injected import reading
+from injected.killing import Life
 
 TRACED = tracing.obstacle(errors=True)
 
@@ -28,14 +32,18 @@ SLOW = (
     "two processes, the first",
     "two processes over",
 )
-SWEEPS = [
-    pytest.param(name, marks=pytest.mark.slow if name.startswith(SLOW) else ())
-    for name in reliability.SWEEPS
-    if not name.startswith("read")
-]
+SWEEPS = [pytest.param(name, marks=pytest.mark.slow if name.startswith(SLOW) else ()) for name in reliability.SWEEPS]
 
-# One place in so many is hit. A place costs a process or two that resume, train and save.
-EVERY, EVERY_OF_SEVERAL = 18, 36
+# A place costs a process or two that resume, train and save.
+EVERY: Mapping[str, int] = {
+    "shards": 36,
+    "two processes": 36,
+    "files of every kind": 36,
+    "read: gadgets in a `.metadata`": 53,
+    "read": 101,
+    "": 18,
+}
+"""One place in so many is hit, by the first word that the name of a sweep begins with."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +57,7 @@ def forking() -> Iterator[ProcessPoolExecutor]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SWEEPS)
 def test_fault_sweep_loses_no_checkpoint(forking: ProcessPoolExecutor, name: str) -> None:
-    every = EVERY_OF_SEVERAL if name.startswith(("shards", "two processes", "files of every kind")) else EVERY
+    every = next(places for words, places in EVERY.items() if name.startswith(words))
     try:
         tally = forking.submit(reliability.sweep, name, every=every).result(timeout=850)
     except NotOffered as reason:
@@ -60,7 +68,7 @@ def test_fault_sweep_loses_no_checkpoint(forking: ProcessPoolExecutor, name: str
 
 
 def test_the_document_tells_of_every_sweep_and_of_no_loss() -> None:
-    assert reliability.problems(reliability.DOCUMENT.read_text(encoding="utf-8")) == []
+    assert reliability.problems(reliability.REPORT.read_text(encoding="utf-8")) == []
 
 
 def test_a_loss_or_a_missing_sweep_is_noticed() -> None:
@@ -90,3 +98,25 @@ def test_some_sweeps_can_run_again_while_the_other_rows_stay() -> None:
     assert reliability.selected([name]) == [name]
     with pytest.raises(SystemExit, match="No sweep has 'nothing of the kind'"):
         reliability.selected(["nothing of the kind"])
+
+
+def read_unchecked(folder: Path) -> list[str | None]:
+    """What is wrong with pickles that run code, end the process, and do nothing, for a reader that checks nothing."""
+    form = reading.READERS["metadata"]._replace(read=lambda path: pickle.loads(path.read_bytes()))
+    watched = reading.Watched(form, folder)
+    attack = reading.code_in_a_field(f"os.mkdir({str(folder / 'it ran')!r})")
+    return reading.read_each(watched.read, [attack, b"cos\n_exit\n(K\x07tR.", b"N."], watched.hook)
+
+
+def test_a_reader_that_runs_code_or_dies_is_noticed(forking: ProcessPoolExecutor, tmp_path: Path) -> None:
+    found = forking.submit(read_unchecked, tmp_path).result(timeout=200)
+    assert "os.mkdir" in str(found[0])
+    assert found[1:] == ["it ended with 7", None]
+
+
+def test_a_run_that_went_on_elsewhere_or_saved_too_late_is_noticed() -> None:
+    life = Life(resumed=5, losses={6: "0x1", 7: "0x2"}, taken=[8, 10, 12])
+    assert life.wrong(5, {}, {8, 10}) is None
+    assert life.wrong(8, {}, set()) == "it took up after step 5, and step 8 was saved"
+    assert life.wrong(5, {7: "0x3"}, set()) == "the loss of step 7 is another one than before"
+    assert life.wrong(5, {}, {8}) == "the save of step 10 was not complete when the next one began"

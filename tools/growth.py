@@ -1,4 +1,4 @@
-"""Measure how the cost of one rank grows with the number of ranks, and write docs/growth.md with its plot.
+"""Measure how the cost of one rank grows with the number of ranks, and write docs/reports/growth.md with its plot.
 
     python tools/growth.py              worlds of 2, 64, 1,024 and 4,096 ranks, an interpreter each
     python tools/growth.py measure 64   one world, as JSON
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -25,9 +25,9 @@ from unittest import mock
 from bench.results import machine
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-FACTS: Final = ROOT / "docs" / "growth.json"
-PAGE: Final = ROOT / "docs" / "growth.md"
-PLOT: Final = ROOT / "docs" / "_static" / "growth.svg"
+FACTS: Final = ROOT / "docs" / "reports" / "growth.json"
+PAGE: Final = ROOT / "docs" / "reports" / "growth.md"
+PLOT: Final = ROOT / "docs" / "reports" / "growth.svg"
 _GRAY: Final = "0.5"
 """A colour that is readable on light and dark pages."""
 
@@ -47,12 +47,10 @@ class Quantity(NamedTuple):
     """What is measured.
 
     Args:
-        name: the name of the line in the plot and of the row.
         unit: the unit of its values.
         reason: why it grows, if it does.
     """
 
-    name: str
     unit: str
     reason: str = ""
 
@@ -60,43 +58,37 @@ class Quantity(NamedTuple):
 PIECES: Final = "torch splits each parameter into a shard for each rank; the next row shows the cost in plain torch."
 PLAIN: Final = "the same in torch itself."
 
-STARTS: Final = Quantity(
-    "start: state and Accelerator",
-    "CPU ms",
-    "torch keeps a table of the ranks of each process group, and the start makes one group.",
-)
-MEETS: Final = Quantity("start: requests to the store", "requests")
-PREPARES: Final = Quantity(
-    "prepare, DDP",
-    "CPU ms",
-    "DistributedDataParallel compares the shapes of all ranks: alone it takes 0.9 ms for 2 ranks and 4.2 for 4,096.",
-)
-PREPARES_SHARDED: Final = Quantity("prepare, FSDP2", "CPU ms", PIECES)
-PREPARES_PLAIN: Final = Quantity("the same by fully_shard alone", "CPU ms", PLAIN)
-STEPS: Final = Quantity("training step, FSDP2", "CPU ms", PIECES)
-STEPS_PLAIN: Final = Quantity("the same step by torch alone", "CPU ms", PLAIN)
-SCHEDULES: Final = Quantity(
-    "scheduler step",
-    "CPU us",
-    "a schedule advances by one step for each rank. Only a schedule that follows from its position jumps; the cosine "
-    "of torch is a recurrence, and takes all of its steps.",
-)
-INDICES: Final = Quantity("epoch of indices", "CPU ms")
-SAVES_TIME: Final = Quantity(
-    "save: work of a rank without files",
-    "CPU ms",
-    "its requests, in the next row, do not grow. The simulated ranks are threads of one interpreter, and the switches "
-    "between thousands of them count here.",
-)
-SAVES: Final = Quantity("save: requests to the store", "requests")
-SAVES_FIRST: Final = Quantity("save: requests of rank 0, for each rank", "requests")
-HANGS: Final = Quantity("hang report, a second", "CPU ms")
-REPORTS: Final = Quantity("hang report: requests a second", "requests")
-
-QUANTITIES: Final = (
-    *(STARTS, MEETS, PREPARES, PREPARES_SHARDED, PREPARES_PLAIN, STEPS, STEPS_PLAIN),
-    *(SCHEDULES, INDICES, SAVES_TIME, SAVES, SAVES_FIRST, HANGS, REPORTS),
-)
+QUANTITIES: Final[Mapping[str, Quantity]] = {
+    "start: state and Accelerator": Quantity(
+        "CPU ms", "torch keeps a table of the ranks of each process group, and the start makes one group."
+    ),
+    "start: requests to the store": Quantity("requests"),
+    "prepare, DDP": Quantity(
+        "CPU ms",
+        "DistributedDataParallel compares the shapes of all ranks: alone it takes 0.9 ms for 2 ranks and 4.2 for "
+        "4,096.",
+    ),
+    "prepare, FSDP2": Quantity("CPU ms", PIECES),
+    "the same by fully_shard alone": Quantity("CPU ms", PLAIN),
+    "training step, FSDP2": Quantity("CPU ms", PIECES),
+    "the same step by torch alone": Quantity("CPU ms", PLAIN),
+    "scheduler step": Quantity(
+        "CPU us",
+        "a schedule advances by one step for each rank. Only a schedule that follows from its position jumps; the "
+        "cosine of torch is a recurrence, and takes all of its steps.",
+    ),
+    "epoch of indices": Quantity("CPU ms"),
+    "save: work of a rank without files": Quantity(
+        "CPU ms",
+        "its requests, in the next row, do not grow. The simulated ranks are threads of one interpreter, and the "
+        "switches between thousands of them count here.",
+    ),
+    "save: requests to the store": Quantity("requests"),
+    "save: requests of rank 0, for each rank": Quantity("requests"),
+    "hang report, a second": Quantity("CPU ms"),
+    "hang report: requests a second": Quantity("requests"),
+}
+"""Each line of the plot and row of the table, by its name."""
 
 
 # ---------------------------------------------------------------- one world
@@ -106,9 +98,9 @@ def measure(world: int) -> dict[str, float]:
         counted = agreement_of_save(world, Path(folder))
     return {
         **counted,
-        MEETS.name: requests_of_start(world),
+        "start: requests to the store": requests_of_start(world),
         **hang_report(world),
-        INDICES.name: 1e3 * least(epoch_of_indices(world)),
+        "epoch of indices": 1e3 * least(epoch_of_indices(world)),
         **in_fake_world(world),
     }
 
@@ -192,13 +184,13 @@ def in_fake_world(world: int) -> dict[str, float]:
         plain[1].zero_grad()
 
     return {
-        STARTS.name: 1e3 * starting,
-        PREPARES.name: 1e3 * replicated,
-        PREPARES_SHARDED.name: 1e3 * sharded,
-        PREPARES_PLAIN.name: 1e3 * (least(sharded_by_torch) - least(parts)),
-        STEPS.name: 1e3 * least(step),
-        STEPS_PLAIN.name: 1e3 * least(plain_step),
-        SCHEDULES.name: 1e6 * least(scheduler.step, 50),
+        "start: state and Accelerator": 1e3 * starting,
+        "prepare, DDP": 1e3 * replicated,
+        "prepare, FSDP2": 1e3 * sharded,
+        "the same by fully_shard alone": 1e3 * (least(sharded_by_torch) - least(parts)),
+        "training step, FSDP2": 1e3 * least(step),
+        "the same step by torch alone": 1e3 * least(plain_step),
+        "scheduler step": 1e6 * least(scheduler.step, 50),
     }
 
 
@@ -246,12 +238,12 @@ def agreement_of_save(world: int, folder: Path) -> dict[str, float]:
             seconds.append(time.thread_time() - begun)
 
     # Thousands of threads on a few cores are slow to answer.
-    with mock.patch.multiple(agreement, _ANSWER=600.0, _FAREWELL=600.0):
+    with mock.patch.multiple(agreement, _REPLY_TIMEOUT_S=600.0, _MAX_FAREWELL_S=600.0):
         raise_first(on_all_ranks(ranks, save))
     return {
-        SAVES_TIME.name: 1e3 * min(seconds),
-        SAVES.name: max(rank.count for rank in ranks[1:]),
-        SAVES_FIRST.name: ranks[0].count / world,
+        "save: work of a rank without files": 1e3 * min(seconds),
+        "save: requests to the store": max(rank.count for rank in ranks[1:]),
+        "save: requests of rank 0, for each rank": ranks[0].count / world,
     }
 
 
@@ -288,7 +280,7 @@ def hang_report(world: int) -> dict[str, float]:
         begun, used = time.monotonic(), time.process_time()
         time.sleep(WATCHED)
         used, passed = time.process_time() - used, time.monotonic() - begun
-        return {HANGS.name: 1e3 * used / passed, REPORTS.name: len(made) / passed}
+        return {"hang report, a second": 1e3 * used / passed, "hang report: requests a second": len(made) / passed}
     finally:
         monitor.stop()
 
@@ -302,7 +294,7 @@ at once and sends nothing. Requests to the store of the run are counted with a t
 node. The model has 40 layers of 4,096 rows; an epoch has a million shuffled samples. Times are the minimum of several
 turns.
 
-![Cost of one rank against the number of ranks, both axes logarithmic](_static/growth.svg)
+![Cost of one rank against the number of ranks, both axes logarithmic](growth.svg)
 """
 
 
@@ -312,13 +304,13 @@ def document(facts: dict[str, Any]) -> str:
     lines = [HEAD, f"Measured on: {facts['machine']}.", "", f"| cost of one rank | unit | {head} | growth |"]
     lines.append("|---" * (len(facts["worlds"]) + 3) + "|")
     reasons = []
-    for quantity in QUANTITIES:
-        values = facts["values"][quantity.name]
+    for name, quantity in QUANTITIES.items():
+        values = facts["values"][name]
         growth = values[-1] / values[0]
         cells = " | ".join(f"{value:.3g}" for value in values)
-        lines.append(f"| {quantity.name} | {quantity.unit} | {cells} | {growth:.2g} |")
+        lines.append(f"| {name} | {quantity.unit} | {cells} | {growth:.2g} |")
         if growth > GROWS:
-            reasons.append(f"- **{quantity.name}**: {quantity.reason or UNEXPLAINED}")
+            reasons.append(f"- **{name}**: {quantity.reason or UNEXPLAINED}")
     return "\n".join([*lines, "", "## Reasons", "", *(reasons or ["Nothing."]), ""])
 
 
@@ -331,10 +323,10 @@ def draw(facts: dict[str, Any], path: Path) -> None:
     for side in axes.spines.values():
         side.set_color(_GRAY)
     axes.tick_params(which="both", colors=_GRAY)
-    for number, quantity in enumerate(QUANTITIES):
-        values = facts["values"][quantity.name]
+    for number, name in enumerate(QUANTITIES):
+        values = facts["values"][name]
         style = ("-o", "--s", ":^")[number // 10 % 3]
-        axes.loglog(facts["worlds"], [value / values[0] for value in values], style, markersize=4, label=quantity.name)
+        axes.loglog(facts["worlds"], [value / values[0] for value in values], style, markersize=4, label=name)
     axes.loglog(
         facts["worlds"],
         [world / facts["worlds"][0] for world in facts["worlds"]],

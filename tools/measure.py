@@ -1,4 +1,4 @@
-"""Measure the cases of bench/, and write docs/benchmarks.json and docs/benchmarks.md.
+"""Measure the cases of bench/, and write docs/reports/benchmarks.json and benchmarks.md there.
 
     python tools/measure.py --peer PYTHON [group or 'pattern of a name' ...] [--compare OLD.json]
 
@@ -19,12 +19,12 @@ from pathlib import Path
 
 from bench import on_gpu
 from bench.case import Case
+from bench.cases import cases, groups, selected
 from bench.comparison import compared, report
 from bench.results import document, machine, merged, read_rows, write_rows
-from bench.table import cases, groups, selected
 from bench.turns import ROOT, Pace, Runner
 
-DOCUMENTS = ROOT / "docs"
+DOCUMENTS = ROOT / "docs" / "reports"
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
@@ -70,7 +70,10 @@ def main(given: Sequence[str] | None = None) -> int:
     rows = [row for row in options.rows if can_run(row)]
     pace = Pace(options.turns, max(options.turns, options.most_turns), options.seconds)
     begun = time.monotonic()
-    found, failures = Runner(table, options.peer, pace, machine()).measure(rows, partial(print, flush=True))
+    runner = Runner(table, options.peer, pace, machine())
+    sessions = list(runner.measure(rows, partial(print, flush=True)))
+    found = [row for measured, _ in sessions for row in measured]
+    failed = any(failures for _, failures in sessions)
     print(f"{len(found)} rows in {time.monotonic() - begun:.0f} s", flush=True)
     if options.json:
         write_rows(options.json, found)
@@ -86,7 +89,7 @@ def main(given: Sequence[str] | None = None) -> int:
         changes = compared([row for row in old if row.key not in left_out], found)
         print(report(changes))
         slower = any(change.verdict == "slower" for change in changes)
-    return 1 if failures or slower else 0
+    return 1 if failed or slower else 0
 
 
 if __name__ == "__main__":

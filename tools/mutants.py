@@ -1,353 +1,341 @@
-"""Mutation testing: change the code in small ways, and see whether tests notice.
+"""Mutation testing by cosmic-ray: change the code in small ways, and see whether tests notice.
 
-    python tools/mutants.py run [ID...]          draw mutants, run them, and add to what an earlier run left
-    python tools/mutants.py again ID...          run some again, with the current tests of the checkout
-    python tools/mutants.py control              run the tests that failed on the unchanged code, where they must pass
-    python tools/mutants.py show ID              a mutant as a difference
-    python tools/mutants.py write                write the figures and the survivors to docs/reliability.md
-    python tools/mutants.py check                exit 1 when a survivor there has no judgement, or too many survive
+    python tools/mutants.py run [AREA...]   draw mutants, try them, and add to what an earlier run left
+    python tools/mutants.py again           try all survivors again, with the current tests of the checkout
+    python tools/mutants.py write           write the figures and the survivors to docs/reports/mutants.md
+    python tools/mutants.py check           exit 1 when a survivor there has no judgement, or too many survive
 
-A run takes an hour or more on one core, and continues after an interruption. The checkout is not changed: a copy of it
-and the results are in a folder that `--work` names. Write the judgement of a survivor by hand into the brackets of its
-entry in the document; `write` keeps it.
-
-No library replaces this: no command of mutmut 3 or cosmic-ray 8 samples by area or records judgements, and the code
-that lets a mutant take seconds (a fork with torch imported, the lines that child processes execute) would remain here.
+A run takes hours on one core, and continues after an interruption. A clone of the last commit, the sessions of
+cosmic-ray and the measured tests are in `.nox/mutants`, which you remove to draw others. For each mutant cosmic-ray
+calls `mutants.py test`, which runs the files of tests that execute the changed line, the quickest first. Write the
+judgement of a survivor by hand into the brackets of its entry in the report; `write` keeps it.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
-import hashlib
 import json
+import os
+import platform
 import random
-import shutil
+import re
+import sqlite3
+import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-import mutants_running as running
-from mutants_operators import Change, changes, compiles
-from mutants_report import DOCUMENT, Result, problems, write
+import tomli
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-SEED: Final = 21
-EACH: Final = 100
-"""Mutants of each area."""
+REPORT: Final = ROOT / "docs" / "reports" / "mutants.md"
+SETTINGS: Final[Mapping[str, Any]] = tomli.loads((ROOT / "tools" / "mutants.toml").read_text(encoding="utf-8"))
+AREAS: Final[Mapping[str, Any]] = SETTINGS["areas"]
+WORK: Final = ROOT / ".nox" / "mutants"
+TREE: Final = WORK / "tree"
+MEASURED: Final = WORK / "measured.json"
+LINES: Final = WORK / "lines"
+
+LEAST: Final = 85
+"""Percent of the mutants that tests have to notice."""
+MOST: Final = 60.0
+"""Seconds of files of tests after which a mutant counts as a survivor."""
+LIMIT: Final = 600.0
+"""Seconds after which the tests of a mutant hang."""
+NOT_DRAWN: Final = "not drawn"
+UNJUDGED: Final = "not judged yet"
+
+HEAD: Final = """# Which changes of the code tests notice
+
+`nox -s mutants` writes this page. A *mutant* is the code with one small change by cosmic-ray: another comparison or
+arithmetic operator, `and` for `or`, a negated condition, a number one higher or lower, another exception, a loop
+without its turns, `break` for `continue`, or a removed decorator. {drawn} mutants are drawn at random out of {possible}
+possible ones, equally many from each area.
+
+The files of tests that execute the changed line run against each mutant, the quickest first, until one fails or hangs;
+both count as noticed. Tests marked `slow` and tests that need a GPU or another library are left out. Only files that
+take a minute together ran against each survivor; "not tested" means that these do not notice it.
+
+"""
+_FIGURES: Final = re.compile(r"^\| \*\*all\*\* \|(?: [^|]+ \|)+ (\d+) \| \*\*([\d.]+) %\*\* \|$", re.MULTILINE)
+_SURVIVOR: Final = re.compile(r"^- (`[^`]+\.py`): (`.+?`)\n  (.+?)\n  \((.+?)\)$", re.MULTILINE)
 
 
-def _sources(package: str, *names: str) -> list[str]:
-    return [f"packages/{package.replace('_', '-')}/src/{package}/{name}.py" for name in names]
-
-
-def _tests(package: str, *names: str) -> list[str]:
-    return [f"packages/{package}/tests/{name}.py" for name in names]
-
-
-AREAS: Final[Mapping[str, Sequence[str]]] = {
-    "plan arithmetic": [
-        *_sources("accel_data", "batches", "dispatch", "padding", "prepare", "sharding"),
-        *_sources("accel_bigmodel", "device_map", "placement", "sizes"),
-    ],
-    "collectives": [
-        *_sources("accel_ops", "agreement", "checked_call", "collectives", "objects", "packing", "pending"),
-        *_sources("accel_ops", "reduction", "shape", "tree"),
-        *_sources("accel_state", "protocol/call", "protocol/description", "protocol/exchange", "protocol/header"),
-        *_sources("accel_state", "protocol/state", "protocol/turn", "transport/torch_dist"),
-    ],
-    "accumulation": [
-        *_sources("accel_state", "gradient"),
-        *_sources("accel_plugins", "ddp/strategy", "wrapped/optimizer", "wrapped/scheduler"),
-        *_sources("accel_torch", "accelerator/training", "accumulation", "local_sgd", "step", "weighting"),
-    ],
-    "commit": _sources(
-        "accel_plugins",
-        *("checkpoint/background", "checkpoint/boundaries", "checkpoint/commit", "checkpoint/manifest"),
-        *("checkpoint/finalize", "checkpoint/foreign_files", "checkpoint/locks", "checkpoint/models"),
-        *("checkpoint/recovery", "checkpoint/retention", "checkpoint/state"),
-    ),
-}
-"""What is changed, by area."""
-
-TESTS: Final[Mapping[str, Sequence[str]]] = {
-    "plan arithmetic": [
-        *_tests(
-            "accel-data",
-            "test_batch_*",
-            "test_loader_[bcdfs]*",
-            "test_loaders_*",
-            "test_shard_plan",
-            "test_stream_*",
-            "test_step_*",
-        ),
-        *_tests("accel-data", "test_thousands_of_processes"),
-        *_tests("accel-bigmodel", "test_byte_counts", "test_d*", "test_[ef]*", "test_module_sizes"),
-    ],
-    "collectives": [
-        *_tests("accel-ops", "test_*"),
-        *_tests("accel-state", "test_control_store", "test_transport_over_gloo"),
-    ],
-    "accumulation": [
-        *_tests("accel-state", "test_gradient_state"),
-        *_tests("accel-plugins", "test_ddp_*", "test_late_*", "test_schedule_*", "test_single_*", "test_wrapped_*"),
-        *_tests("accel-torch", "test_accelerator_alone", "test_accelerator_on_two", "test_local_sgd", "test_misuse"),
-        *_tests("accel-torch", "test_models_*", "test_short_*", "test_token_weights", "test_unusual_optimizers"),
-    ],
-    "commit": [
-        *_tests("accel-plugins", "test_checkpoint_*", "test_hostile_*", "test_partial_*", "test_ranges_*"),
-        *_tests(
-            "accel-torch", "test_verified_loads", "test_saving_behind", "test_loads_before_prepare", "test_failures_*"
-        ),
-        *_tests("accel-torch", "test_changed_bytes"),
-    ],
-}
-"""Files of tests that are measured before an area is run; a mutant is run with tests of all measured files."""
-
-FIRST: Final = 3.0
-"""Seconds of tests that run first for a mutant."""
-MOST: Final = 6.0
-"""Seconds of tests after which a mutant counts as a survivor, unless it is run again."""
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A change of a module.
+class Result(NamedTuple):
+    """A mutant that was tried.
 
     Args:
-        id: area and number.
         area: the area of its module.
-        file: the module.
-        change: the change.
+        module: the module, as it is imported.
+        old: the line before.
+        new: the line after.
+        noticed: whether a test failed.
     """
 
-    id: str
     area: str
-    file: str
-    change: Change
+    module: str
+    old: str
+    new: str
+    noticed: bool
 
 
-class Workshop:
-    """A folder with a copy of the repository, its mutants, the lines that its tests execute, and the results."""
+# ---------------------------------------------------------------- a run
+def run(names: Sequence[str]) -> int:
+    """Try the mutants of areas that have no result yet; all areas without a name."""
+    WORK.mkdir(parents=True, exist_ok=True)
+    if not TREE.exists():
+        subprocess.run(["git", "clone", "-q", "--shared", ROOT, TREE], check=True)
+    # An interrupted run left a changed module there.
+    subprocess.run(["git", "checkout", "-q", "--", ":(glob)packages/*/src/**"], cwd=TREE, check=True)
+    take_tests()
+    for area in names or AREAS:
+        measure(AREAS[area]["tests"])
+        session, settings = session_of(area), WORK / f"{area.split()[0]}.toml"
+        settings.write_text(_settings(AREAS[area]["modules"]), encoding="utf-8")
+        if not session.exists():
+            _in_tree("cosmic-ray", "init", settings, session)
+            _in_tree("cr-filter-operators", session, settings)
+            draw(session, SETTINGS["each"], area)
+        _in_tree("cosmic-ray", "exec", settings, session)
+    return 0
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.copy = running.Copy(folder / "tree")
-        self.copy.root.mkdir(parents=True, exist_ok=True)
-        self.copy.take(ROOT)
-        self.mutants = {mutant.id: mutant for mutant in self._drawn()}
-        files = sorted(file for files in AREAS.values() for file in files)
-        counts = {str(self.copy.root / file): self._read(file).count(b"\n") + 1 for file in files}
-        self.lines = running.Lines(counts)
-        self._measured = folder / "measured.json"
-        self.measured: dict[str, Any] = json.loads(self._measured.read_text()) if self._measured.exists() else {}
 
-    def _read(self, file: str) -> bytes:
-        return (self.copy.root / file).read_bytes()
+def again() -> int:
+    """Forget the results of survivors, and run."""
+    for area in filter(lambda area: session_of(area).exists(), AREAS):
+        with closing(sqlite3.connect(session_of(area))) as database, database:
+            database.execute("DELETE FROM work_results WHERE test_outcome = 'SURVIVED'")
+    return run([])
 
-    # ------------------------------------------------------------ mutants
-    def _drawn(self) -> list[Mutant]:
-        drawn = self.folder / "drawn.json"
-        if not drawn.exists():
-            drawn.write_text(json.dumps([asdict(mutant) for area in AREAS for mutant in self._draw(area)], indent=1))
-        rows = json.loads(drawn.read_text())
-        return [Mutant(**{**row, "change": _change(row["change"])}) for row in rows]
 
-    def _draw(self, area: str) -> list[Mutant]:
-        possible = [(file, change) for file in AREAS[area] for change in changes(self._read(file))]
-        random.Random(f"{SEED} {area}").shuffle(possible)
-        found: list[Mutant] = []
-        for file, change in possible:
-            if len(found) < EACH and compiles(change.apply(self._read(file))):
-                found.append(Mutant(f"{area.split()[0]}-{len(found)}", area, file, change))
-        print(f"{area}: {len(possible)} possible changes", flush=True)
-        return found
+def session_of(area: str) -> Path:
+    """Where cosmic-ray keeps the mutants of an area."""
+    return WORK / f"{area.split()[0]}.sqlite"
 
-    def possible(self) -> int:
-        """The number of changes that mutants were drawn from."""
-        return sum(len(changes(self._read(file))) for files in AREAS.values() for file in files)
 
-    def difference(self, mutant: Mutant) -> str:
-        """A mutant as a difference."""
-        before = self._read(mutant.file)
-        old, new = (text.decode().splitlines() for text in (before, mutant.change.apply(before)))
-        return "\n".join(difflib.unified_diff(old, new, mutant.file, mutant.file, n=2, lineterm=""))
+def _settings(modules: Sequence[str]) -> str:
+    """The settings of cosmic-ray, which are written in TOML as JSON writes strings and lists."""
+    command = f"{sys.executable} {Path(__file__)} test"
+    return f"""[cosmic-ray]
+module-path = {json.dumps(modules)}
+timeout = {LIMIT}
+excluded-modules = []
+test-command = {json.dumps(command)}
+[cosmic-ray.distributor]
+name = "local"
+[cosmic-ray.filters.operators-filter]
+exclude-operators = {json.dumps(SETTINGS["exclude-operators"])}
+"""
 
-    # ------------------------------------------------------------ tests
-    def measure(self, area: str | None, again: bool = False) -> None:
-        """Measures the lines that tests execute: of files not measured yet or, with `again`, of changed ones."""
-        patterns = [pattern for name, found in TESTS.items() if area in (name, None) for pattern in found]
-        for file in sorted({path for pattern in patterns for path in ROOT.glob(pattern)}):
-            name = str(file.relative_to(ROOT))
-            text = file.read_bytes()
-            digest = hashlib.sha256(text).hexdigest()
-            known = self.measured.get(name)
-            if (known is None or known["digest"] == digest) if again else known is not None:
-                continue
-            (self.copy.root / name).write_bytes(text)
-            begun = time.monotonic()
-            tests = running.measure(self.copy, self.lines, name, 300.0)
-            self.measured[name] = {"digest": digest, "tests": [asdict(test) for test in tests]}
-            self._measured.write_text(json.dumps(self.measured))
-            print(f"{name}: {len(tests)} tests, {time.monotonic() - begun:.0f} s", flush=True)
 
-    def tests_of(self, mutant: Mutant) -> dict[str, float]:
-        """Seconds of the tests that execute a mutant; cheap ones first, and those of its own package before others."""
-        file = str(self.copy.root / mutant.file)
-        first, last = (1, self._read(mutant.file).count(b"\n")) if mutant.change.once else mutant.change.lines
-        wanted = set(range(self.lines.place(file, first), self.lines.place(file, last) + 1))
-        package = mutant.file.partition("/src/")[0]
-        ranked: list[tuple[tuple[int, bool, float], str, float]] = []
-        for name, found in self.measured.items():
-            executing = [test for test in found["tests"] if not wanted.isdisjoint(test["lines"])]
-            executing.sort(key=lambda test: float(test["seconds"]))
-            for place, test in enumerate(executing):
-                rank = (place // 3, not name.startswith(package), test["seconds"])
-                ranked.append((rank, test["name"], test["seconds"]))
-        return {name: seconds for _, name, seconds in sorted(ranked)}
+def _in_tree(program: str, *arguments: object) -> int:
+    """Run a program of this environment on the clone, whose packages are imported in place of the installed ones."""
+    sources = os.pathsep.join(sorted(map(str, TREE.glob("packages/*/src"))))
+    environment = {**os.environ, "PYTHONPATH": sources, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [str(Path(sys.executable).parent / program), *map(str, arguments)]
+    return subprocess.run(command, cwd=TREE, env=environment, check=False).returncode
 
-    # ------------------------------------------------------------ runs
-    def results(self) -> dict[str, Result]:
-        """The last result of each mutant."""
-        log = self.folder / "results.jsonl"
-        rows = [json.loads(row) for row in log.read_text().splitlines()] if log.exists() else []
-        return {row["id"]: Result(**row) for row in rows}
 
-    def ordered(self) -> list[Result]:
-        """The last results, in the order of the areas."""
-        found = self.results()
-        return [found[name] for name in self.mutants if name in found]
+def draw(session: Path, count: int, seed: str) -> None:
+    """Mark all but some mutants of a session as skipped: at most one of each place, at random."""
+    from cosmic_ray.work_db import WorkDB, use_db
+    from cosmic_ray.work_item import WorkerOutcome, WorkResult
 
-    def run(self, mutant: Mutant, most: float) -> Result:
-        """Try a mutant with the tests that execute it."""
-        source = self._read(mutant.file)
-        tests = self.tests_of(mutant)
+    with use_db(str(session), WorkDB.Mode.open) as database:
+        possible = sorted(database.pending_work_items, key=lambda item: _identity(item.mutations[0]))
+        random.Random(seed).shuffle(possible)
+        places = {_identity(item.mutations[0])[:2]: item.job_id for item in possible}
+        left_out = {item.job_id for item in possible}.difference(list(places.values())[:count])
+        database.set_multiple_results(left_out, WorkResult(worker_outcome=WorkerOutcome.SKIPPED, output=NOT_DRAWN))
+
+
+def _identity(mutation: Any) -> tuple[str, Any, str, int]:
+    return str(mutation.module_path), mutation.start_pos, mutation.operator_name, mutation.occurrence
+
+
+# ---------------------------------------------------------------- tests
+def take_tests() -> None:
+    """Copy the tests of the checkout into the clone; those that have changed are measured again."""
+    measured = _measured()
+    for path in sorted({path for area in AREAS.values() for name in area["tests"] for path in ROOT.glob(name)}):
+        copy = TREE / path.relative_to(ROOT)
+        if not copy.exists() or copy.read_bytes() != path.read_bytes():
+            copy.write_bytes(path.read_bytes())
+            measured.pop(str(path.relative_to(ROOT)), None)
+    _write_measured(measured)
+
+
+def measure(patterns: Sequence[str]) -> None:
+    """Measure how long each file of tests takes, and which lines it executes in any process, unless that is known."""
+    measured = _measured()
+    for file in sorted(str(path.relative_to(TREE)) for pattern in patterns for path in TREE.glob(pattern)):
+        if file in measured:
+            continue
         begun = time.monotonic()
-        verdict, test, tried = "survived" if tests else "not executed", "", 0
-        with running.changed(self.copy.root / mutant.file, mutant.change.apply(source)):
-            for part in _parts(tests, most):
-                tried += len(part)
-                ended = self._run_tests(part)
-                if not ended.passed:
-                    verdict, test = "hung" if ended.hung else "killed", ended.test
-                    (self.folder / "output").mkdir(exist_ok=True)
-                    (self.folder / "output" / f"{mutant.id}.txt").write_text(ended.output)
-                    break
-        line = source[: mutant.change.start].count(b"\n") + 1
-        old = source[mutant.change.start : mutant.change.stop].decode()
-        result = Result(
-            *(mutant.id, mutant.area, mutant.file, line, source.decode().splitlines()[line - 1].strip()),
-            *(mutant.change.operator, old, mutant.change.new, verdict, test),
-            *(tried, len(tests), round(time.monotonic() - begun, 1)),
-        )
-        with (self.folder / "results.jsonl").open("a") as log:
-            log.write(json.dumps(asdict(result)) + "\n")
-        print(f"{mutant.id} {verdict} {result.seconds} s {tried}/{len(tests)} {mutant.file}:{line} {test}", flush=True)
-        return result
-
-    def _run_tests(self, tests: Mapping[str, float]) -> running.Ended:
-        """Run tests, with much more time than they took when they were measured."""
-        each = max(20.0, 10 * max(tests.values()))
-        return running.run_tests(self.copy, list(tests), each + 20 + 6 * sum(tests.values()), each)
+        arguments = ("--rcfile", "pyproject.toml", "--data-file", WORK / "parts" / LINES.name, "--context", file)
+        code = _in_tree("coverage", "run", *arguments, "-m", "pytest", *_OPTIONS, file)
+        # A file that fails, or whose tests all need another library, is tried on no mutant.
+        measured[file] = round(time.monotonic() - begun, 1) if code == 0 else None
+        print(f"{file}: {'left out' if code else f'{measured[file]} s'}", flush=True)
+        _write_measured(measured)
+    if list((WORK / "parts").glob(f"{LINES.name}*")):
+        _in_tree("coverage", "combine", "-q", "--append", "--data-file", LINES, WORK / "parts")
 
 
-def _change(row: dict[str, Any]) -> Change:
-    return Change(**{**row, "lines": tuple(row["lines"])})
+_OPTIONS: Final = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly", "-m", "not slow")
 
 
-def _parts(tests: Mapping[str, float], most: float) -> list[dict[str, float]]:
-    """The tests that are run first, and the others, each in the order of their files."""
-    first: dict[str, float] = {}
-    second: dict[str, float] = {}
-    spent = 0.0
-    for name, seconds in tests.items():
-        if spent + seconds <= FIRST or not first:
-            first[name] = seconds
-        elif spent + seconds <= most:
-            second[name] = seconds
-        else:
-            continue
-        spent += seconds
-    return [_by_file(part) for part in (first, second) if part]
+def _measured() -> dict[str, float | None]:
+    return dict(json.loads(MEASURED.read_text(encoding="utf-8"))) if MEASURED.exists() else {}
 
 
-def _by_file(tests: Mapping[str, float]) -> dict[str, float]:
-    """Files in the order in which they come first, so that processes of a file are started once."""
-    files: dict[str, list[str]] = {}
-    for name in tests:
-        files.setdefault(name.partition("::")[0], []).append(name)
-    return {name: tests[name] for names in files.values() for name in names}
+def _write_measured(measured: Mapping[str, float | None]) -> None:
+    MEASURED.write_text(json.dumps(measured, indent=1), encoding="utf-8")
 
 
-def _control(workshop: Workshop) -> int:
-    """Run each test that failed on a mutant on the unchanged code."""
-    failed = {result.test for result in workshop.results().values() if result.test}
-    tests = {test["name"]: test["seconds"] for found in workshop.measured.values() for test in found["tests"]}
-    wrong = 0
-    for file in sorted({name.partition("::")[0] for name in failed}):
-        names = [name for name in tests if name in failed and name.startswith(file)]
-        ended = running.run_tests(workshop.copy, names or [file], 600, 200)
-        wrong += not ended.passed
-        print(f"{file}: {len(names)} tests {'pass' if ended.passed else 'FAIL ' + ended.test}", flush=True)
-    return 1 if wrong else 0
+def test() -> int:
+    """Run the tests of the change that is in the clone, which is the current folder."""
+    command = ["git", "diff", "-U0", "--", ":(glob)packages/*/src/**"]
+    difference = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    files = tests_of(difference)
+    # The exit code says that the mutant survived where no test executes it.
+    return subprocess.run([sys.executable, "-m", "pytest", *_OPTIONS, *files], check=False).returncode if files else 0
 
 
-def _run_all(workshop: Workshop, names: Sequence[str]) -> int:
-    """Run what has no result yet; names are those of mutants or their first letters, and all when there are none."""
+def tests_of(difference: str) -> list[str]:
+    """The files of tests that execute the first changed line, the quickest first."""
+    from coverage import CoverageData
+
+    file = re.search(r"^--- a/(.+)$", difference, re.MULTILINE)
+    line = re.search(r"^@@ -(\d+)", difference, re.MULTILINE)
+    assert file is not None
+    assert line is not None
+    data = CoverageData(str(LINES))
+    data.read()
+    executing = data.contexts_by_lineno(str(TREE / file[1])).get(int(line[1]), [])
+    seconds = {name: spent for name, spent in _measured().items() if spent is not None and name in executing}
+    chosen, total = list[str](), 0.0
+    for name in sorted(seconds, key=lambda name: seconds[name]):
+        total += seconds[name]
+        if total <= MOST or not chosen:
+            chosen.append(name)
+    return chosen
+
+
+# ---------------------------------------------------------------- the report
+def results() -> tuple[list[Result], int]:
+    """What was tried in all areas, and how many mutants were possible."""
+    from cosmic_ray.work_db import WorkDB, use_db
+    from cosmic_ray.work_item import TestOutcome
+
+    found, possible = list[Result](), 0
     for area in AREAS:
-        if not any(area.startswith(name.partition("-")[0]) for name in names or [""]):
-            continue
-        workshop.measure(area)
-        done = workshop.results()
-        for mutant in workshop.mutants.values():
-            if mutant.area == area and mutant.id not in done and mutant.id.startswith(tuple(names) or ""):
-                workshop.run(mutant, MOST)
+        with use_db(str(session_of(area)), WorkDB.Mode.open) as database:
+            done = list(database.completed_work_items)
+        possible += sum(result.output == NOT_DRAWN or _is_tried(result) for _, result in done)
+        for item, result in done:
+            if not _is_tried(result):
+                continue
+            old, new = (_line(result.diff or "", sign) for sign in "-+")
+            module = str(item.mutations[0].module_path).partition("/src/")[2]
+            found.append(Result(area, module, old, new, result.test_outcome != TestOutcome.SURVIVED))
+    return found, possible
+
+
+def _is_tried(result: Any) -> bool:
+    """Whether tests ran on a mutant that can be imported."""
+    return result.test_outcome is not None and result.test_outcome != "incompetent"
+
+
+def _line(difference: str, sign: str) -> str:
+    """The first line that a difference removes or adds."""
+    lines = (line for line in difference.splitlines() if line.startswith(sign) and not line.startswith(sign * 3))
+    return next(lines, sign)[1:].strip()
+
+
+def document(found: Sequence[Result], possible: int, judged: Mapping[tuple[str, str, str], str]) -> str:
+    """The text of the report.
+
+    Args:
+        found: all mutants that were tried.
+        possible: out of how many they were drawn.
+        judged: what survivors mean, by module, line and change.
+    """
+    rows = [
+        _figures(area, [one for one in found if one.area == area]) for area in dict.fromkeys(row.area for row in found)
+    ]
+    survivors = sorted((one.module, one.old, one.new) for one in found if not one.noticed)
+    entries = []
+    for module, old, new in survivors:
+        key = (f"`{module}`", f"`{old}`", f"becomes `{new}`")
+        entries.append(f"- {key[0]}: {key[1]}\n  {key[2]}\n  ({judged.get(key, UNJUDGED)})")
+    where = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    return "\n".join(
+        [
+            HEAD.format(drawn=len(found), possible=possible) + "| Area | Modules | Mutants | Survived | Noticed |",
+            "| --- | ---: | ---: | ---: | ---: |",
+            *rows,
+            _figures("**all**", found, "**"),
+            f"\nMeasured on {time.strftime('%Y-%m-%d')} with {where}. These are all that survived, each with the line "
+            "before and after, and what it means:\n",
+            *entries,
+            "",
+        ]
+    )
+
+
+def _figures(area: str, found: Sequence[Result], bold: str = "") -> str:
+    survived = sum(not one.noticed for one in found)
+    percent = 100 * (1 - survived / len(found))
+    modules = len({one.module for one in found})
+    return f"| {area} | {modules} | {len(found)} | {survived} | {bold}{percent:.1f} %{bold} |"
+
+
+def judgements(text: str) -> Iterator[tuple[tuple[str, str, str], str]]:
+    """The survivors of a report by module, line and change, each with what it means."""
+    for module, line, change, judgement in _SURVIVOR.findall(text):
+        yield (module, line, change), judgement
+
+
+def problems(text: str) -> list[str]:
+    """What is wrong with a report: no figures, too many survivors, or some not listed or without a judgement."""
+    figures = _FIGURES.search(text)
+    if figures is None:
+        return ["there are no figures of mutants"]
+    survivors = list(judgements(text))
+    wrong = [f"{module} {change}: {UNJUDGED}" for (module, _, change), told in survivors if told == UNJUDGED]
+    if len(survivors) != int(figures[1]):
+        wrong.append(f"{figures[1]} survived, {len(survivors)} are listed")
+    return [*wrong, *([f"only {figures[2]} % are noticed"] if float(figures[2]) < LEAST else [])]
+
+
+def write() -> int:
+    """Write the report, with the judgements that are there."""
+    judged = dict(judgements(REPORT.read_text(encoding="utf-8")))
+    REPORT.write_text(document(*results(), judged), encoding="utf-8")
     return 0
 
 
-def _run_again(workshop: Workshop, names: Sequence[str], most: float) -> int:
-    workshop.measure(None, again=True)
-    for name in names:
-        workshop.run(workshop.mutants[name], most)
-    return 0
-
-
-def _check() -> int:
-    wrong = problems(DOCUMENT.read_text(encoding="utf-8"))
+def check() -> int:
+    """Print what is wrong with the report."""
+    wrong = problems(REPORT.read_text(encoding="utf-8"))
     print("\n".join(wrong), end="\n" if wrong else "")
     return 1 if wrong else 0
 
 
 def main() -> int:
-    """Runs the command in the first argument."""
+    """Do what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("run", "again", "control", "show", "write", "check"))
-    parser.add_argument("ids", nargs="*", metavar="ID")
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "accel-mutants")
-    parser.add_argument(
-        "--most", type=float, default=600.0, help="seconds of tests that `again` runs for a mutant, at most"
-    )
-    parser.add_argument("--anew", action="store_true", help="delete the results of earlier runs")
-    arguments = parser.parse_intermixed_args()
-    if arguments.command == "check":
-        return _check()
-    if arguments.anew:
-        shutil.rmtree(arguments.work, ignore_errors=True)
-    workshop = Workshop(arguments.work)
-    if arguments.command == "show":
-        print("\n".join(workshop.difference(workshop.mutants[name]) for name in arguments.ids))
-        return 0
-    if arguments.command == "write":
-        write(workshop.ordered(), workshop.possible())
-        return 0
-    running.become_warm(workshop.copy)
-    if arguments.command == "run":
-        return _run_all(workshop, arguments.ids)
-    return _control(workshop) if arguments.command == "control" else _run_again(workshop, arguments.ids, arguments.most)
+    commands = {"again": again, "test": test, "write": write, "check": check}
+    parser.add_argument("command", choices=["run", *commands])
+    parser.add_argument("areas", nargs="*", metavar="AREA", help=f"{', '.join(AREAS)}; all without any")
+    options = parser.parse_args()
+    if unknown := set(options.areas) - set(AREAS):
+        parser.error(f"there is no area {unknown.pop()!r}; the areas are {', '.join(AREAS)}")
+    return run(options.areas) if options.command == "run" else commands[options.command]()
 
 
 if __name__ == "__main__":

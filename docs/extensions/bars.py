@@ -12,7 +12,7 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-ROWS = Path(__file__).parents[1] / "benchmarks.json"
+ROWS = Path(__file__).parents[1] / "reports" / "benchmarks.json"
 
 SIDES = {
     "ours/peer": "of the original",

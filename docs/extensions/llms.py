@@ -12,7 +12,7 @@ from sphinx.application import Sphinx
 
 TITLE = re.compile(r"^# (.+)$", re.MULTILINE)
 NOT_TEXT = re.compile(r"<!--.*?-->|^(:::|```|\||!\[|#|:|\(|- )", re.MULTILINE | re.DOTALL)
-FIRST = ("index", "tutorials/", "how-to/", "reference/", "explanation/", "adr/")
+FIRST = ("index", "tutorials/", "how-to/", "reference/", "explanation/", "reports/", "adr/")
 
 
 def described(text: str) -> tuple[str, str]:

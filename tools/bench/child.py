@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.case import Case, Scope, Work
+from bench.cases import cases
 from bench.metering import measure
-from bench.table import cases
 
 Found = dict[str, dict[str, float]]
 

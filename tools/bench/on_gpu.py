@@ -17,10 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from bench.case import Case
+from bench.cases import cases
 from bench.results import Row, document, machine, write_rows
-from bench.table import cases
-from bench.turns import ROOT, Pace, Runner, sessions
+from bench.turns import ROOT, Pace, Runner
 
 SECONDS: Final = 450.0
 """After them no work begins; one may take a minute and a half."""
@@ -53,25 +52,15 @@ def measure_all(peer: str, only_list: bool, path: Path) -> int:
     sys.path.insert(0, str(ROOT / "tools" / "gpu"))
     from checkout import write_metadata  # type: ignore[import-not-found, unused-ignore]
 
+    begun, found, notes = time.monotonic(), list[Row](), list[str]()
     with tempfile.TemporaryDirectory(prefix="bench-sources-") as folder:
         os.environ["BENCH_SOURCES"] = os.pathsep.join(write_metadata(Path(folder)))
-        return measure(rows, Runner(cases(), peer, PACE, f"{device}, {machine()}"), path)
-
-
-def measure(rows: Sequence[Case], runner: Runner, path: Path) -> int:
-    """Measure rows until time is up, and write the report after each work: a session may be cut off."""
-    begun = time.monotonic()
-    found: list[Row] = []
-    notes: list[str] = []
-    for session in sessions(rows):
-        chosen = [case for work in session.works for case in work.rows]
-        if time.monotonic() - begun > SECONDS:
-            notes += [f"Not measured, because time was up: {case.name}" for case in chosen]
-        else:
-            measured, failures = runner.measure(chosen, partial(print, flush=True))
+        runner = Runner(cases(), peer, PACE, f"{device}, {machine()}")
+        for measured, failures in runner.measure(rows, partial(print, flush=True), SECONDS):
             found += measured
             notes += failures
-        write_report(path, found, notes)
+            # The machine may be taken away at any time.
+            write_report(path, found, notes)
     print(f"{len(found)} rows in {time.monotonic() - begun:.0f} s: {path.with_suffix('.md')}")
     return 1 if notes else 0
 

@@ -21,7 +21,7 @@ HEAD: Final = """# Benchmarks
 `nox -s bench` writes this page. It compares accel with the original library and, where there is one, with a raw
 operation; "raw" is explained above each table. Values are medians of alternating runs. Ratios are comparable between
 machines, seconds are not. "±" is half the distance between the quartiles of the runs.
-[How it is measured](explanation/how-benchmarks-are-made.md).
+[How it is measured](../explanation/how-benchmarks-are-made.md).
 """
 
 SHOWN: Final[Mapping[str, str]] = {

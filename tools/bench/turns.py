@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -90,24 +91,18 @@ class Measured:
         return True
 
 
-@dataclass(frozen=True, eq=False)
-class Session:
-    """Works that are measured by the same interpreters."""
-
-    works: list[Measured]
-
-    def interpreters(self) -> list[tuple[str, list[str]]]:
-        """Which library each interpreter of a turn has, and the sides that it measures."""
-        present = {side for measured in self.works for side in measured.work.sides}
-        if self.works[0].work.once:
-            return [(side, [side]) for side in ("ours", "peer", "raw") if side in present]
-        added = any(case.figure == ADDED for measured in self.works for case in measured.rows)
-        ours = [("ours", ["ours", "raw"])]
-        return [*ours, ("peer", ["peer", "raw"] if added else ["peer"])] if "peer" in present else ours
+def interpreters(works: Sequence[Measured]) -> list[tuple[str, list[str]]]:
+    """Which library each interpreter of a turn has, and the sides that it measures."""
+    present = {side for measured in works for side in measured.work.sides}
+    if works[0].work.once:
+        return [(side, [side]) for side in ("ours", "peer", "raw") if side in present]
+    added = any(case.figure == ADDED for measured in works for case in measured.rows)
+    peer = [("peer", ["peer", "raw"] if added else ["peer"])] if "peer" in present else []
+    return [("ours", ["ours", "raw"]), *peer]
 
 
-def sessions(rows: Sequence[Case]) -> Iterator[Session]:
-    """Rows by group and number of processes; a work that needs interpreters of its own by itself."""
+def sessions(rows: Sequence[Case]) -> Iterator[list[Measured]]:
+    """The works that the same interpreters measure: those of a group with as many processes, or one by itself."""
     works: dict[Work, Measured] = {}
     for row in rows:
         works.setdefault(row.work, Measured(row.work, [])).rows.append(row)
@@ -118,7 +113,7 @@ def sessions(rows: Sequence[Case]) -> Iterator[Session]:
         return measured.rows[0].group, work.processes, by_itself
 
     for _, found in groupby(sorted(works.values(), key=place), key=place):
-        yield Session(list(found))
+        yield list(found)
 
 
 class Runner:
@@ -137,46 +132,54 @@ class Runner:
         self._pace = pace
         self._machine = machine
 
-    def measure(self, rows: Sequence[Case], show: Callable[[str], None]) -> tuple[list[Row], list[str]]:
-        """Measures rows and shows each as a line; returns them, and why others could not be measured."""
-        found: list[Row] = []
-        failures: list[str] = []
-        with tempfile.TemporaryDirectory(prefix="bench-", dir=_beside()) as kept:
-            for session in sessions(rows):
-                try:
-                    self._turns(session, Path(kept))
-                except CannotMeasure as failure:
-                    failures.append(str(failure))
-                    show(failures[-1])
-                    continue
-                for measured in session.works:
-                    for case in measured.rows:
-                        found.append(measured.row(case, self._machine))
-                        show(line(found[-1]))
-        return found, failures
+    def measure(
+        self, rows: Sequence[Case], show: Callable[[str], None], seconds: float = math.inf
+    ) -> Iterator[tuple[list[Row], list[str]]]:
+        """Measures rows and shows each as a line; yields what was found and what failed after each session of works.
 
-    def _turns(self, session: Session, kept: Path) -> None:
+        Args:
+            rows: what to measure.
+            show: called with each line.
+            seconds: after them no session begins.
+        """
+        until = time.monotonic() + seconds
+        with tempfile.TemporaryDirectory(prefix="bench-", dir=_beside()) as kept:
+            for works in sessions(rows):
+                cases = [(measured, case) for measured in works for case in measured.rows]
+                if time.monotonic() > until:
+                    yield [], [f"Not measured, because time was up: {case.name}" for _, case in cases]
+                    continue
+                try:
+                    self._turns(works, Path(kept))
+                except CannotMeasure as failure:
+                    show(str(failure))
+                    yield [], [str(failure)]
+                    continue
+                found = [measured.row(case, self._machine) for measured, case in cases]
+                show("\n".join(map(line, found)))
+                yield found, []
+
+    def _turns(self, works: list[Measured], kept: Path) -> None:
         begun = time.monotonic()
-        unsteady = session.works
-        interpreters = session.interpreters()
-        if session.works[0].work.once:
+        unsteady, libraries = works, interpreters(works)
+        if works[0].work.once:
             # The first interpreters write the byte code, and what all turns share.
-            self._turn(unsteady, interpreters, kept)
+            self._turn(unsteady, libraries, kept)
         for number in range(self._pace.most):
             late = time.monotonic() - begun > self._pace.seconds
             if number >= self._pace.least and (late or not unsteady):
                 return
             # The first of two finds the machine in another state, so they take turns at being first.
-            order = interpreters if number % 2 == 0 else interpreters[::-1]
+            order = libraries if number % 2 == 0 else libraries[::-1]
             for measured, sides in zip(unsteady, self._turn(unsteady, order, kept), strict=True):
                 measured.turns.append(sides)
             if number + 1 >= self._pace.least:
                 unsteady = [measured for measured in unsteady if not measured.steady(self._pace.steady)]
 
-    def _turn(self, works: list[Measured], interpreters: list[tuple[str, list[str]]], kept: Path) -> list[Sides]:
+    def _turn(self, works: list[Measured], libraries: list[tuple[str, list[str]]], kept: Path) -> list[Sides]:
         """What one turn of interpreters found, by work."""
         found: list[Sides] = [{} for _ in works]
-        for library, sides in interpreters:
+        for library, sides in libraries:
             for work, seen in zip(found, self._interpreter(works, library, sides, kept), strict=True):
                 if library == "peer" and "raw" in seen:
                     seen["peer's raw"] = seen.pop("raw")

@@ -134,63 +134,33 @@ class Session:
         """Seconds until the deadline."""
         return self.deadline - time.monotonic()
 
-    # ------------------------------------------------------------------ what there is
-
-    def collect(self) -> None:
-        """Finds the tests, the most important first."""
-        events = self._events("collect")
-        process = self._pytest(events, self._files(), None)
-        try:
-            process.wait(max(1.0, min(120.0, self.left())))
-        except subprocess.TimeoutExpired:
-            self.troubles.append({"test": "collecting", "text": "took longer than two minutes"})
-        self._end(process)
-        found = []
-        for event in _read(events, 0)[0]:
-            if event["event"] == "found":
-                found.append(event)
-            elif event["event"] == "unreadable":
-                self.troubles.append(event)
-        if not found:
-            self.troubles.append({"test": "collecting", "text": self._log("collect")})
-        several = self.options.nproc > 1
-        wanted = [test for test in found if (test["shared"] or test["gpus"] > 1 if several else True)]
-        wanted = [test for test in wanted if all(word in test["test"] for word in self.options.k.split())]
-        self.tests = sorted(wanted, key=lambda test: _rank(test["test"]))
-
-    def _files(self) -> list[str]:
-        """Modules that have tests for devices; others are not imported, so that they can miss what they want."""
-        found = [*ROOT.glob("packages/*/tests/test_*.py"), *ROOT.glob("tests-integration/test_*.py")]
-        texts = {path: path.read_text(encoding="utf-8") for path in sorted(found)}
-        return [str(path) for path, text in texts.items() if "mark.cuda(differs" in text or "@on_devices(" in text]
-
     # ---------------------------------------------------------------- running
 
-    def run(self, after_each: Any) -> None:
-        """Run what was found until the deadline; a process that ends early is followed by another.
+    def run(self, after_each: Any, only_list: bool = False) -> None:
+        """Find the tests and run them until the deadline; a process that ends early is followed by another.
 
         Args:
             after_each: called whenever more is known.
+            only_list: find them, and run none.
         """
-        number = 0
-        while self.left() > 1:
-            remaining = [test["test"] for test in self.tests if test["test"] not in self.results]
-            if not remaining:
-                return
-            number += 1
-            before = len(self.results)
-            self._run_some(number, remaining, after_each)
-            if len(self.results) == before:
+        number, files = 0, self._files()
+        while files and self.left() > 1:
+            number, before = number + 1, len(self.results)
+            self._run_some(number, files, only_list, after_each)
+            if not self.tests:
+                self.troubles.append({"test": "collecting", "text": self._log(number)})
+            elif len(self.results) == before and not only_list:
                 # A process that ran no test would end the same way again.
-                self.troubles.append({"test": "running", "text": self._log(f"run{number}")})
+                self.troubles.append({"test": "running", "text": self._log(number)})
+            if only_list or len(self.results) == before:
                 return
+            remaining = (test["test"].partition("::")[0] for test in self.tests if test["test"] not in self.results)
+            files = [str(ROOT / name) for name in dict.fromkeys(remaining)]
 
-    def _run_some(self, number: int, remaining: list[str], after_each: Any) -> None:
-        plan = self.folder / f"plan{number}.json"
-        plan.write_text(json.dumps(remaining), encoding="utf-8")
-        events, position = self._events(f"run{number}"), 0
-        files = list(dict.fromkeys(str(ROOT / name.partition("::")[0]) for name in remaining))
-        process = self._pytest(events, files, plan)
+    def _run_some(self, number: int, files: list[str], only_list: bool, after_each: Any) -> None:
+        orders = {"only_list": only_list, "done": list(self.results), "order": ORDER, "words": self.options.k.split()}
+        events, position = self.folder / f"run{number}.events", 0
+        process = self._pytest(events, files, {**orders, "several": self.options.nproc > 1})
         current, begun = "", time.monotonic()
         while True:
             ended = process.poll() is not None
@@ -207,13 +177,17 @@ class Session:
         if current:
             out = self.left() <= 0
             what = "not run" if out else "hung" if late and not ended else f"died (exit code {process.returncode})"
-            text = "time was up while it ran" if out else self._log(f"run{number}")
+            text = "time was up while it ran" if out else self._log(number)
             seconds = round(time.monotonic() - begun, 2)
             self.results[current] = {"outcome": what, "seconds": seconds, "text": text}
         after_each()
 
     def _note(self, event: dict[str, Any], current: str, begun: float) -> tuple[str, float]:
         """Take in one event; the test that runs now, and since when."""
+        if event["event"] == "found":
+            if event["test"] not in [test["test"] for test in self.tests]:
+                self.tests.append(event)
+            return current, begun
         if event["event"] == "start":
             return event["test"], time.monotonic()
         if event["event"] == "end":
@@ -223,21 +197,26 @@ class Session:
         self.troubles.append(event)
         return current, begun
 
+    def _files(self) -> list[str]:
+        """Modules that have tests for devices; others are not imported, so that they can miss what they want."""
+        found = [*ROOT.glob("packages/*/tests/test_*.py"), *ROOT.glob("tests-integration/test_*.py")]
+        texts = {path: path.read_text(encoding="utf-8") for path in sorted(found)}
+        return [str(path) for path, text in texts.items() if "mark.cuda(differs" in text or "@on_devices(" in text]
+
     # ---------------------------------------------------------------- processes
 
-    def _events(self, name: str) -> Path:
-        return self.folder / f"{name}.events"
-
-    def _pytest(self, events: Path, files: list[str], plan: Path | None) -> subprocess.Popen[bytes]:
+    def _pytest(self, events: Path, files: list[str], orders: dict[str, Any]) -> subprocess.Popen[bytes]:
         """Start pytest; its settings are its own, because those of the repository name plugins that may be missing."""
         settings = self.folder / "pytest.ini"
         settings.write_text("[pytest]\nmarkers =\n    slow: takes more than ten seconds\n", encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-c", str(settings), "--rootdir", str(ROOT), "-q"]
         command += ["--import-mode=importlib", "-p", "no:cacheprovider", "-p", "accel_testing.plugin"]
         command += ["-p", "session_recorder", "--basetemp", str(self.folder / f"tests-{events.stem}"), *files]
-        environment = {**self.environment, "GPU_SESSION_EVENTS": str(events)}
-        if plan is not None:
-            environment["GPU_SESSION_PLAN"] = str(plan)
+        environment = {
+            **self.environment,
+            "GPU_SESSION_EVENTS": str(events),
+            "GPU_SESSION_ORDERS": json.dumps(orders),
+        }
         with open(self.folder / f"{events.stem}.log", "wb") as log:
             return subprocess.Popen(
                 command,
@@ -249,9 +228,9 @@ class Session:
                 start_new_session=True,
             )
 
-    def _log(self, name: str) -> str:
+    def _log(self, number: int) -> str:
         """The end of what a process printed."""
-        return (self.folder / f"{name}.log").read_text(encoding="utf-8", errors="replace")[-4000:]
+        return (self.folder / f"run{number}.log").read_text(encoding="utf-8", errors="replace")[-4000:]
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         """End a process and all that it started, which hold memory of the device and have the mark of this session."""
@@ -263,12 +242,6 @@ class Session:
             with suppress(OSError):
                 if f"GPU_SESSION_ID={self.mark}".encode() in found.read_bytes():
                     os.kill(int(found.parent.name), signal.SIGKILL)
-
-
-def _rank(name: str) -> int:
-    """Where a test stands in the order."""
-    module = Path(name.partition("::")[0]).stem
-    return ORDER.index(module) if module in ORDER else len(ORDER)
 
 
 def _read(path: Path, position: int) -> tuple[list[dict[str, Any]], int]:
@@ -360,8 +333,8 @@ def main() -> int:
         return 1
     with tempfile.TemporaryDirectory(prefix="gpu-session-", ignore_cleanup_errors=True) as folder:
         session = Session(options, Path(folder), begun + options.minutes * 60 - RESERVE)
-        session.collect()
         if reason or options.list:
+            session.run(lambda: None, only_list=True)
             show(session.tests)
             print(reason or f"torch {facts['torch']} of {facts['executable']} would run them.")
             return 0

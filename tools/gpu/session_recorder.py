@@ -3,7 +3,8 @@
 It takes its orders from variables, because the process that runs tests may be ended and started again:
 
 - GPU_SESSION_DEVICE: the kind of device whose tests are meant, "cuda" unless the session itself is tried.
-- GPU_SESSION_PLAN: a JSON list of the tests to run, in order; without it all are listed and none is run.
+- GPU_SESSION_ORDERS: JSON with "order" (modules of tests, the first ones first), "words" (all of which the name of a
+  test must contain), "several" (run only tests that share GPUs), "done" (tests not to run again) and "only_list".
 - GPU_SESSION_EVENTS: the file that gets one line of JSON for each thing that happened.
 """
 
@@ -45,17 +46,20 @@ def _kind(callspec: Any) -> Any:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep what is planned; without a plan, tell what there is."""
-    found = {item.nodeid: (item, facts) for item in items if (facts := _meant(item)) is not None}
-    planned = os.environ.get("GPU_SESSION_PLAN")
-    if planned is None:
-        for name, (item, facts) in found.items():
-            shared = "gpus" in getattr(item, "fixturenames", ()) or "OnCUDA" in name
-            _tell(event="found", test=name, differs=facts["differs"], gpus=facts.get("gpus", 1), shared=shared)
-        items[:] = []
-        return
-    items[:] = [found[name][0] for name in json.loads(Path(planned).read_text(encoding="utf-8")) if name in found]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tell what is meant for the device, the most important first, and keep what is to be run."""
+    orders = json.loads(os.environ["GPU_SESSION_ORDERS"])
+    rank = {module: place for place, module in enumerate(orders["order"])}
+    found = [(item, facts) for item in items if (facts := _meant(item)) is not None]
+    found.sort(key=lambda pair: rank.get(pair[0].path.stem, len(rank)))
+    items[:] = []
+    for item, facts in found:
+        gpus = facts.get("gpus", 1)
+        shared = gpus > 1 or "gpus" in getattr(item, "fixturenames", ()) or "OnCUDA" in item.nodeid
+        if (shared or not orders["several"]) and all(word in item.nodeid for word in orders["words"]):
+            _tell(event="found", test=item.nodeid, differs=facts["differs"], gpus=gpus)
+            if item.nodeid not in orders["done"] and not orders["only_list"]:
+                items.append(item)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:

@@ -1,7 +1,7 @@
-"""Runs in which one process does not come, is stopped, or is cut off; see `tools/reliability.py`.
+"""Runs in which one process does not come, is stopped, or is cut off.
 
 A run survives such a fault when every other process ends within its deadline and a few seconds more, says which process
-it waited for, and none is left. The processes are those of this file: `accel launch tools/reliability_hangs.py ...`.
+it waited for, and none is left. The processes are those of this file: `accel launch tools/injected/waiting.py ...`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests-integration"))
 
 from faults.sweeps import Tally
 
@@ -41,13 +40,13 @@ CALLS: Final = ("gather", "barrier", "ddp", "fsdp2", "save")
 """What the others are in: two collectives, backward with two backends, and saving."""
 
 
-def absences(folder: Path, fault: str, every: int) -> Tally:
+def absences(folder: Path, every: int, fault: str) -> Tally:
     """Let each of two processes meet a fault while the other one is in each of the calls.
 
     Args:
         folder: for what the runs write.
-        fault: "loop" in Python, "stopped" by a signal, in "file" IO, in "native" code, or one that "leaves" the run.
         every: of so many places one is tried.
+        fault: "loop" in Python, "stopped" by a signal, in "file" IO, in "native" code, or one that "leaves" the run.
     """
     tally = Tally("one of two processes does not come")
     places = [(call, culprit) for call in CALLS for culprit in (0, 1)]
@@ -58,7 +57,7 @@ def absences(folder: Path, fault: str, every: int) -> Tally:
     return tally
 
 
-def cuts(folder: Path, processes: int, every: int) -> Tally:
+def cuts(folder: Path, every: int, processes: int) -> Tally:
     """Cut the link between two machines of `processes` processes each, while they are in each of the calls.
 
     Raises:
@@ -166,33 +165,18 @@ class _Run:
             self._kill(pids)
 
     def _ending(self, pids: Mapping[int, int], expected: Mapping[int, str]) -> str | None:
-        start, ended = time.monotonic(), dict[int, float]()
-        launchers = dict[int, float]()
-        # The launcher gives the others some seconds after the first has failed.
-        limit = start + DEADLINE + _more() + 15
-        while time.monotonic() < limit and not (
-            expected.keys() <= ended.keys() and len(launchers) == len(self.launched)
-        ):
-            time.sleep(0.05)
-            now = time.monotonic() - start
-            for rank in expected:
-                if rank not in ended and not _alive(pids[rank]):
-                    ended[rank] = now
-            for number, one in enumerate(self.launched):
-                if number not in launchers and one.poll() is not None:
-                    launchers[number] = now
-        wrong = []
+        limit = time.monotonic() + DEADLINE + _more()
+        late = [rank for rank in expected if not _is_over(partial(_alive, pids[rank]), limit)]
+        wrong = [f"rank {rank} did not end in time" for rank in late]
+        for number, launcher in enumerate(self.launched):
+            # It gives the others some seconds after the first has failed.
+            if not _is_over(partial(_runs, launcher), limit + 15):
+                wrong.append(f"launcher {number} did not end")
         for rank, words in expected.items():
             output = self._output(self.places[rank])
-            if rank not in ended:
-                wrong.append(f"rank {rank} did not end")
-            elif ended[rank] > DEADLINE + _more():
-                wrong.append(f"rank {rank} ended after {ended[rank]:.1f} s")
             if not re.search(words, output, re.IGNORECASE):
                 wrong.append(f"the output of rank {rank} does not name {words!r}: {output[-3000:]}")
-        wrong += [f"launcher {number} did not end" for number in range(len(self.launched)) if number not in launchers]
-        left = [rank for rank, pid in pids.items() if _alive(pid)]
-        wrong += [f"rank {rank} is left" for rank in left]
+        wrong += [f"rank {rank} is left" for rank, pid in pids.items() if _alive(pid)]
         return "; ".join(wrong) or None
 
     def _pids(self) -> dict[int, int]:
@@ -212,6 +196,17 @@ class _Run:
                 os.kill(pid, signal.SIGKILL)
         for one in self.launched:
             one.wait(60)
+
+
+def _is_over(condition: Callable[[], bool], limit: float) -> bool:
+    """Whether a condition ends before a moment of the monotonic clock."""
+    while (goes_on := condition()) and time.monotonic() < limit:
+        time.sleep(0.05)
+    return not goes_on
+
+
+def _runs(launcher: subprocess.Popen[bytes]) -> bool:
+    return launcher.poll() is None
 
 
 def _more() -> float:

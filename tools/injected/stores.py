@@ -1,4 +1,4 @@
-"""Random histories of runs that keep checkpoints on one object store that fails; see `tools/reliability.py`.
+"""Random histories of runs that keep checkpoints on one object store that fails.
 
 In a history, runs follow each other or save at the same time: a run is killed or suspended before any request, and goes
 on after others have saved. The store refuses requests, loses answers, carries requests out late, and lists what was
