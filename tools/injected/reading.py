@@ -54,7 +54,7 @@ from accel_cli.launch.mpi import read_hostfile
 from accel_cli.main import main as command_line
 from accel_plugins.checkpoint import pickled, shard_metadata
 from accel_plugins.checkpoint.files import MANIFEST_NAME
-from accel_plugins.checkpoint.numpy_data import NAMES
+from accel_plugins.checkpoint.pickled import NUMPY_GLOBALS
 from accel_plugins.checkpoint.shards import PortableWriter
 from accel_plugins.deepspeed.config import HfDeepSpeedConfig
 from accel_plugins.fsdp.weights import merge_weights
@@ -797,7 +797,7 @@ READERS: Final[dict[str, _Format]] = {
 
 def _names_of_torch() -> dict[tuple[str, str], Any]:
     """What `torch.load(weights_only=True)` admits by itself, and what this library lets it admit."""
-    with torch.serialization.safe_globals(NAMES):
+    with torch.serialization.safe_globals(NUMPY_GLOBALS):
         own = torch._weights_only_unpickler._get_allowed_globals()
         added = torch._weights_only_unpickler._get_user_allowed_globals()  # type: ignore[no-untyped-call]
     full = {**own, **added}
