@@ -316,7 +316,7 @@ def test_every_class_of_errors_is_in_the_catalogue(modules: Modules, links: Link
         assert f"| [{name}]({name}.md) |" in pages["errors/index.md"]
     assert {name for name in published if "## Messages" not in pages[f"errors/{name}.md"]} == set()
     assert "ProcessesFailed" in pages["errors/index.md"].partition("## Outside of this tree")[2]
-    row = "| `accel_state.plugins` `PluginGroup.unknown` | ‹failed› | Installed ‹self.plural›: ‹', '.join(valid)"
+    row = "| `accel_state.plugins` `PluginGroup.unknown` | ‹failure› | Installed ‹self.plural›: ‹', '.join(valid)"
     assert row in pages["errors/SettingError.md"]
 
 

@@ -79,7 +79,7 @@ class Batches:
         script_folder: the folder of the script.
         records: the folder of this rank.
         replayed: the folders of the ranks whose samples are joined; empty in the run that is recorded.
-        given: called with the key of a pass and the digests of the samples of each batch that the script receives.
+        batch_given: called with the key of a pass and the digests of the samples of each batch that the script gets.
         keeps: whether the samples are written for another run.
     """
 

@@ -97,7 +97,7 @@ class StoreBarrier:
     Args:
         process: the `Process` of this rank.
         topic: name of the operation, equal on all ranks. Operations of one topic run one after another.
-        failed: first part of the errors, for example "Cannot save the checkpoint step-100."
+        failure: first part of the errors, for example "Cannot save the checkpoint step-100."
         deadline: seconds to wait for the other ranks in each phase.
         error: class of the errors that the barrier itself raises.
         remedy: last part of the errors when another rank failed.

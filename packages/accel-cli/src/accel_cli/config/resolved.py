@@ -85,7 +85,7 @@ class Ignored(NamedTuple):
 
     Args:
         name: label of its setting.
-        given: the value.
+        candidate: the value.
         reason: why it is not used, as the end of a sentence.
     """
 

@@ -35,7 +35,7 @@ class Finding:
     Args:
         subject: what was checked.
         verdict: `OK`, `WARNING` (a run may fail) or `ERROR` (a run will fail).
-        told: what the check found.
+        message: what the check found.
         remedy: what to do; empty if there is nothing to do.
     """
 

@@ -103,14 +103,12 @@ class StepEvent(NamedTuple):
             in_a_row: the number of bad steps in a row, if there were too many.
         """
         again = f" It is bad step number {in_a_row} in a row (max_consecutive)." if in_a_row else ""
-        kind = NonFiniteStep if self.kind == "nonfinite" else SpikeStep
-        return kind(
-            f"Cannot make step {self.step}.{again}",
-            f"{self.sentence} {self.details}",
-            _REMEDIES[self.cause],
-            self.cause,
-            [sample for ids in self.samples.values() for sample in ids],
-        )
+        failure = f"Cannot make step {self.step}.{again}"
+        obstacle = f"{self.sentence} {self.details}"
+        ids = [sample for ids in self.samples.values() for sample in ids]
+        if self.kind == "nonfinite":
+            return NonFiniteStep(failure, obstacle, _REMEDIES[self.cause], self.cause, ids)
+        return SpikeStep(failure, obstacle, _REMEDIES[self.cause], self.cause, ids)
 
     def tell(self, rank: int, folder: str | None) -> None:
         """Note it in the status record; on the first process, log it and append it to the project's file.

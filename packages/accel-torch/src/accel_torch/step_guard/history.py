@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from accel_torch.step_guard.config import StepGuard
 
-__all__ = ("History", "StepHistory", "Verdict")
+__all__ = ("History", "Judgement", "StepHistory")
 
 _LEAST: Final = 5
 """Good values that precede a judged one."""
@@ -32,7 +32,7 @@ _JUMP: Final = 5.0
 """A learning rate this many times its median explains a spike."""
 
 
-class Verdict(NamedTuple):
+class Judgement(NamedTuple):
     """Why a step is bad.
 
     Args:
@@ -82,7 +82,7 @@ class StepHistory:
             self._outside = [weakref.ref(one) for one in self.parameters() if id(one) not in inside]
         return not self._outside or all((one := ref()) is None or one.grad is None for ref in self._outside)
 
-    def judge(self, loss: float | None, norm: float) -> Verdict | None:
+    def judge(self, loss: float | None, norm: float) -> Judgement | None:
         """The verdict on the next step, which is counted; None if it is good, which is remembered.
 
         Args:
@@ -109,16 +109,16 @@ class StepHistory:
             self.bad_in_a_row = 0
         return None
 
-    def _verdict(self, loss: float | None, norm: float) -> Verdict | None:
+    def _verdict(self, loss: float | None, norm: float) -> Judgement | None:
         if loss is not None and not math.isfinite(loss):
-            return Verdict("nonfinite", "loss", loss)
+            return Judgement("nonfinite", "loss", loss)
         if not math.isfinite(norm):
-            return Verdict("nonfinite", "norm", norm)
+            return Judgement("nonfinite", "norm", norm)
         if self._finds_spikes:
             if loss is not None and (limit := self._losses.exceeded_by(loss)) is not None:
-                return Verdict("spike", "loss", loss, limit)
+                return Judgement("spike", "loss", loss, limit)
             if (limit := self._norms.exceeded_by(norm)) is not None:
-                return Verdict("spike", "norm", norm, limit)
+                return Judgement("spike", "norm", norm, limit)
         return None
 
     def is_bad_loss(self, loss: float) -> bool:

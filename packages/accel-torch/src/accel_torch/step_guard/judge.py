@@ -26,7 +26,7 @@ from accel_torch.step_guard.config import Action, StepGuard
 from accel_torch.step_guard.diagnosis import Evidence, collect, conclude
 from accel_torch.step_guard.events import StepEvent
 from accel_torch.step_guard.first_module import ForwardInputs
-from accel_torch.step_guard.history import StepHistory, Verdict
+from accel_torch.step_guard.history import Judgement, StepHistory
 from accel_torch.step_guard.rollback import Rollback
 from accel_torch.step_guard.window import Window
 
@@ -242,7 +242,7 @@ class StepJudge(Hook):
 
     # ------------------------------------------------------------------ what follows from a bad one
 
-    def _act(self, history: StepHistory, verdict: Verdict, measure: _Measure) -> bool:
+    def _act(self, history: StepHistory, verdict: Judgement, measure: _Measure) -> bool:
         action: Action = self.guard.nonfinite if verdict.kind == "nonfinite" else self.guard.on_spike
         too_many = history.bad_in_a_row >= self.guard.max_consecutive and action != "raise"
         everyones = self._evidence(history, measure)
