@@ -12,16 +12,15 @@ import reliability_gadgets as attacks
 from accel_testing.processes import run_command
 
 
-@pytest.mark.parametrize(("reader", "every"), [("metadata", 107), ("torch", 199), ("old torch", 211)])
+@pytest.mark.parametrize(("reader", "every"), [("metadata", 53), ("torch", 97), ("old torch", 101)])
 def test_pickle_attacks_are_survived_by_every_reader(reader: str, every: int) -> None:
     tally = attacks.sweep(reader, every)
     assert tally.lost == []
-    assert tally.injected == tally.survived > 70
+    assert tally.injected == tally.survived > 150
 
 
 UNCHECKED = """
 import pathlib, pickle, sys
-import torch
 import reliability_gadgets as attacks
 
 folder = pathlib.Path(sys.argv[1])
@@ -32,7 +31,6 @@ print(attacks.outcome(form, attacks.code_in_a_field("os.mkdir('it ran')"), folde
 """
 
 
-@pytest.mark.usefixtures("preloaded_python")
 def test_attack_sweep_notices_a_reader_without_checks(tmp_path: Path) -> None:
     done = run_command(
         [sys.executable, "-c", UNCHECKED, str(tmp_path)], cwd=tmp_path, env={"PYTHONPATH": os.pathsep.join(sys.path)}
