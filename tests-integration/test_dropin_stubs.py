@@ -98,6 +98,7 @@ def test_an_editable_install_has_the_stubs_beside_the_sources(source: Path, tmp_
     assert stubs_below(source / "src") == {stub_path(address) for address in NAMES}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_mypy_follows_every_name(source: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -46,19 +46,27 @@ def package(tmp_path: Path) -> Path:
     return package
 
 
-def test_the_package_of_the_guide_passes_the_kit_and_is_listed(package: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def environment(package: Path, tmp_path: Path) -> dict[str, str]:
+    """Variables with which Python finds the package, installed."""
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-build-isolation"]
     placed = run_command([*pip, "--no-deps", "--target", str(site), str(package)])
     assert placed.returncode == 0, placed.stderr
     paths = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
-    listed = run_command([sys.executable, "-m", "accel_cli.main", "backends", "--json", "--no_probe"], env=env)
+
+def test_the_package_of_the_guide_is_listed(environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "accel_cli.main", "backends", "--json", "--no_probe"]
+    listed = run_command(command, env=environment)
     assert {"fancy": ""}.items() <= {row["name"]: row["failure"] for row in json.loads(listed.stdout)}.items()
 
+
+@pytest.mark.slow
+def test_the_package_of_the_guide_passes_the_kit(environment: dict[str, str], package: Path, tmp_path: Path) -> None:
     settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "-p", "no:cacheprovider", "-q"]
     tested = run_command(
-        [sys.executable, "-m", "pytest", "-n", "0", *settings, str(package / "tests")], timeout=900, env=env
+        [sys.executable, "-m", "pytest", "-n", "0", *settings, str(package / "tests")], timeout=900, env=environment
     )
     assert tested.returncode == 0, tested.stdout

@@ -19,6 +19,8 @@ class TestDDP(BackendSuite):
     target = "accel_plugins.ddp.manifest:MANIFEST"
 
 
+# The quick tests give views to the suite that runs through the Accelerator.
+@pytest.mark.slow
 class TestDDPWithViews(BackendSuite):
     target = "accel_plugins.ddp.manifest:MANIFEST"
     config = DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)

@@ -61,7 +61,12 @@ def has_one_hundred(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> 
 
 
 @pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated")
-@pytest.mark.parametrize("accumulation", [1, 3])
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+# The last of three micro-batches synchronises as a step of one does.
+@pytest.mark.parametrize("accumulation", [slow(1), 3])
 @pytest.mark.parametrize(
     ("options", "blocks"),
     [
@@ -231,9 +236,14 @@ def test_a_strategy_that_contradicts_the_mesh_is_refused(four: Group, sizes: dic
 # ------------------------------------------------------------------------ checkpoints
 
 
-@pytest.mark.parametrize("adam", [True, False])
-@pytest.mark.parametrize("full", [True, False])
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    ("full", "adam", "version"),
+    [
+        # Each pair of values; the slow ones are the rest of the product.
+        *((True, True, 1), (False, True, 2), (True, False, 2), (False, False, 1)),
+        *(slow(True, True, 2), slow(False, True, 1), slow(True, False, 1), slow(False, False, 2)),
+    ],
+)
 def test_four_processes_and_the_other_version_load_what_two_saved(
     two: Group, four: Group, tmp_path: Path, full: bool, adam: bool, version: int
 ) -> None:
