@@ -158,7 +158,8 @@ def draw(session: Path, count: int, seed: str) -> None:
 
 
 def _changed_line(mutation: Any) -> str:
-    return (TREE / mutation.module_path).read_text(encoding="utf-8").splitlines()[mutation.start_pos[0] - 1]
+    number: int = mutation.start_pos[0]
+    return (TREE / mutation.module_path).read_text(encoding="utf-8").splitlines()[number - 1]
 
 
 def _identity(mutation: Any) -> tuple[str, Any, str, int]:
