@@ -159,7 +159,7 @@ def draw(session: Path, count: int, seed: str) -> None:
 
 def _changed_line(mutation: Any) -> str:
     number: int = mutation.start_pos[0]
-    return (TREE / mutation.module_path).read_text(encoding="utf-8").splitlines()[number - 1]
+    return (TREE / str(mutation.module_path)).read_text(encoding="utf-8").splitlines()[number - 1]
 
 
 def _identity(mutation: Any) -> tuple[str, Any, str, int]:
