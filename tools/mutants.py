@@ -53,13 +53,15 @@ HEAD: Final = """# Which changes of the code tests notice
 `nox -s mutants` writes this page. A *mutant* is the code with one small change by cosmic-ray: another comparison or
 arithmetic operator, `and` for `or`, a negated condition, a number one higher or lower, another exception, a loop
 without its turns, `break` for `continue`, or a removed decorator. {drawn} mutants are drawn at random out of {possible}
-possible ones, equally many from each area.
+possible ones, equally many from each area. Lines with formatted texts are not changed.
 
 The files of tests that execute the changed line run against each mutant, the quickest first, until one fails or hangs;
 both count as noticed. Tests marked `slow` and tests that need a GPU or another library are left out. Only files that
 take a minute together ran against each survivor; "not tested" means that these do not notice it.
 
 """
+_UNCHANGED: Final = re.compile(r"TYPE_CHECKING|\bf[\"']")
+"""Lines that are not changed: formatted texts, such as those of errors, and what only type checkers read."""
 _FIGURES: Final = re.compile(r"^\| \*\*all\*\* \|(?: [^|]+ \|)+ (\d+) \| \*\*([\d.]+) %\*\* \|$", re.MULTILINE)
 _SURVIVOR: Final = re.compile(r"^- (`[^`]+\.py`): (`.+?`)\n  (.+?)\n  \((.+?)\)$", re.MULTILINE)
 
@@ -140,16 +142,24 @@ def _in_tree(program: str, *arguments: object) -> int:
 
 
 def draw(session: Path, count: int, seed: str) -> None:
-    """Mark all but some mutants of a session as skipped: at most one of each place, at random."""
+    """Mark all but some mutants of a session as skipped: at most one of each place, at random, and none of a text."""
     from cosmic_ray.work_db import WorkDB, use_db
     from cosmic_ray.work_item import WorkerOutcome, WorkResult
 
     with use_db(str(session), WorkDB.Mode.open) as database:
-        possible = sorted(database.pending_work_items, key=lambda item: _identity(item.mutations[0]))
+        pending = sorted(database.pending_work_items, key=lambda item: _identity(item.mutations[0]))
+        texts = {item.job_id for item in pending if _UNCHANGED.search(_changed_line(item.mutations[0]))}
+        database.set_multiple_results(texts, WorkResult(worker_outcome=WorkerOutcome.SKIPPED, output="a text"))
+        possible = [item for item in pending if item.job_id not in texts]
         random.Random(seed).shuffle(possible)
         places = {_identity(item.mutations[0])[:2]: item.job_id for item in possible}
         left_out = {item.job_id for item in possible}.difference(list(places.values())[:count])
         database.set_multiple_results(left_out, WorkResult(worker_outcome=WorkerOutcome.SKIPPED, output=NOT_DRAWN))
+
+
+def _changed_line(mutation: Any) -> str:
+    number: int = mutation.start_pos[0]
+    return (TREE / str(mutation.module_path)).read_text(encoding="utf-8").splitlines()[number - 1]
 
 
 def _identity(mutation: Any) -> tuple[str, Any, str, int]:
