@@ -57,7 +57,10 @@ class Place(NamedTuple):
 def _calls(node: ast.AST, errors: frozenset[str], place: Place) -> Iterator[Site]:
     if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         function = f"{place.function}.{node.name}".lstrip(".")
-        place = Place(place.module, function, {**place.texts, **_texts(node)})
+        # Names of a class are not seen in its methods, and a parameter hides a name around its function.
+        own = {} if isinstance(node, ast.ClassDef) else {**dict.fromkeys(_parameters(node)), **_texts(node)}
+        texts = {name: text for name, text in {**place.texts, **own}.items() if text is not None}
+        place = Place(place.module, function, texts)
     if isinstance(node, ast.Call) and _name(node.func) in errors and node.args:
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         parts = tuple(_text(argument, place.texts) for argument in arguments[:3])
@@ -66,7 +69,12 @@ def _calls(node: ast.AST, errors: frozenset[str], place: Place) -> Iterator[Site
         yield from _calls(below, errors, place)
 
 
-def _texts(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, ast.expr]:
+def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    arguments = function.args
+    return [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+
+
+def _texts(node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, ast.expr]:
     """Names that stand for one text in what belongs to a module or function directly."""
     found: dict[str, list[ast.expr]] = {}
     for below in ast.walk(node) if not isinstance(node, ast.Module) else node.body:
