@@ -53,9 +53,11 @@ def load_state(
     input_dir = session.place_to_load(input_dir, missing_ok)
     if missing_ok and not session.saves:
         return None
-    asked = "Cannot load a checkpoint." if input_dir is None else f"Cannot load the checkpoint {os.fspath(input_dir)}."
+    failure = (
+        "Cannot load a checkpoint." if input_dir is None else f"Cannot load the checkpoint {os.fspath(input_dir)}."
+    )
     for _ in range(_ATTEMPTS):
-        barrier = StoreBarrier(process, "load", asked, project.deadline, CheckpointError)
+        barrier = StoreBarrier(process, "load", failure, project.deadline, CheckpointError)
         with ExitStack() as stack:
             with barrier.reporting():
                 if session.saver is not None:
@@ -169,16 +171,16 @@ def _follow(session: Session, place: str, facts: Mapping[str, Any]) -> None:
     follow_number(session.options.project, place)
 
 
-def _place(session: Session, asked: Any) -> Any:
+def _place(session: Session, place: Any) -> Any:
     """The device to which tensors are read, before they are copied to the devices of the objects."""
     places = {None: "cpu", "cpu": "cpu", "on_device": session.state.device}
-    if not isinstance(asked, (str, type(None))) or asked not in places:
+    if not isinstance(place, (str, type(None))) or place not in places:
         raise UnknownKind(
-            f"Cannot load a state with map_location={asked!r}.",
+            f"Cannot load a state with map_location={place!r}.",
             "The value must be 'cpu' or 'on_device'.",
             "Remove map_location: tensors are moved to the devices of the prepared objects.",
         )
-    return places[asked]
+    return places[place]
 
 
 @dataclass(frozen=True)
@@ -248,12 +250,12 @@ def _chosen(
     existing = _named_checkpoint(session, barrier, folder)
     if existing is None and missing_ok:
         return None
-    asked = f"Cannot load the checkpoint {folder}."
+    failure = f"Cannot load the checkpoint {folder}."
     if existing is None:
-        raise CheckpointNameError(asked, "There is no such folder.", "Give a folder that save_state() wrote.")
+        raise CheckpointNameError(failure, "There is no such folder.", "Give a folder that save_state() wrote.")
     chosen = _opened(barrier, existing, "open", stack)
     if damage := _damage(session, barrier, chosen, "contents"):
-        raise CheckpointError(asked, damage, "Load an older checkpoint.")
+        raise CheckpointError(failure, damage, "Load an older checkpoint.")
     return chosen
 
 
@@ -337,23 +339,23 @@ def _newest_good(session: Session, barrier: StoreBarrier, missing_ok: bool, stac
     on_store: dict[str, str] = {}
     while True:
         turn = len(damaged) + len(on_store)
-        told = _decided_by_main(
+        choice = _decided_by_main(
             session, barrier, f"choose {turn}", lambda: _newest(session, damaged, on_store, missing_ok)
         )
-        project.iteration = max(project.iteration, told["following"])
-        if told["url"] is not None:
+        project.iteration = max(project.iteration, choice["following"])
+        if choice["url"] is not None:
             from accel_torch.remote import DamagedOnStore, fetch
 
             try:
-                copy = fetch(session, barrier, told["url"], f"fetch {turn}", stack, missing_ok=False)
+                copy = fetch(session, barrier, choice["url"], f"fetch {turn}", stack, missing_ok=False)
             except DamagedOnStore as error:
                 logger.warning("%s An older checkpoint is used.", error)
-                on_store[told["url"]] = error.obstacle
+                on_store[choice["url"]] = error.obstacle
                 continue
-            return None if copy is None else _Chosen(copy, told["url"])
-        if told["folder"] is None:
+            return None if copy is None else _Chosen(copy, choice["url"])
+        if choice["folder"] is None:
             return None
-        folder = Path(told["folder"])
+        folder = Path(choice["folder"])
         chosen = _opened(barrier, folder, f"open {turn}", stack)
         damage = _damage(session, barrier, chosen, f"contents {turn}")
         if not damage:

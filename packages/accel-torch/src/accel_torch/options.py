@@ -199,8 +199,8 @@ def accumulation_plugin(
     plugin = plugin or GradientAccumulationPlugin(**(loader.gradient_accumulation_kwargs or {}))
     if plugin.num_steps is not None:
         return plugin
-    asked = {"gradient_accumulation_steps": steps if steps != 1 else None}
-    return dataclasses.replace(plugin, num_steps=resolve(RunSettings, asked)["gradient_accumulation_steps"].value)
+    arguments = {"gradient_accumulation_steps": steps if steps != 1 else None}
+    return dataclasses.replace(plugin, num_steps=resolve(RunSettings, arguments)["gradient_accumulation_steps"].value)
 
 
 def generator_names(rng_types: Iterable[str | RNGType] | None) -> tuple[str, ...]:

@@ -106,17 +106,17 @@ def _run_steps(session: Session, bundle: Bundle, placed: dict[int, bool], trains
     return bundle
 
 
-def _placement(session: Session, objects: Sequence[Any], asked: Sequence[bool] | None) -> dict[int, bool]:
+def _placement(session: Session, objects: Sequence[Any], moves: Sequence[bool] | None) -> dict[int, bool]:
     """Whether to move each object to the device, by id."""
-    if asked is None:
-        asked = [session.options.device_placement] * len(objects)
-    if len(asked) != len(objects):
+    if moves is None:
+        moves = [session.options.device_placement] * len(objects)
+    if len(moves) != len(objects):
         raise SettingError(
-            f"Cannot prepare with device_placement={list(asked)!r}.",
-            f"It has {len(asked)} entries for {len(objects)} objects.",
+            f"Cannot prepare with device_placement={list(moves)!r}.",
+            f"It has {len(moves)} entries for {len(objects)} objects.",
             "Give one entry for each object, or remove device_placement.",
         )
-    return {id(item): move for item, move in zip(objects, asked, strict=True)}
+    return {id(item): move for item, move in zip(objects, moves, strict=True)}
 
 
 def _check_together(session: Session, bundle: Bundle) -> None:

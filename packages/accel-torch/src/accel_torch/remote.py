@@ -143,8 +143,8 @@ def fetch(
             else:
                 problem = damaged.get(name, "" if missing_ok else f"{store} has no complete checkpoint of that name.")
             is_there = not problem and bool(committed)
-    told = barrier.wait(f"{phase} done", json.dumps([problem, is_there]), _in_one)
-    problem, is_there = json.loads(told)
+    reply = barrier.wait(f"{phase} done", json.dumps([problem, is_there]), _in_one)
+    problem, is_there = json.loads(reply)
     if problem:
         raise DamagedOnStore(
             f"Cannot load the checkpoint {url}.", problem, f"List those that exist: accel checkpoint list {store}"

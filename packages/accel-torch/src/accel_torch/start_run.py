@@ -246,10 +246,10 @@ def _gradient(options: Options, strategy: Strategy) -> GradientState:
     """
     if not strategy.capabilities.own_accumulation:
         return GradientState.of(options.accumulation)
-    shared, asked = strategy.context.gradient, options.accumulation
-    if asked not in (shared.plugin, GradientAccumulationPlugin(num_steps=1)):
+    shared, accumulation = strategy.context.gradient, options.accumulation
+    if accumulation not in (shared.plugin, GradientAccumulationPlugin(num_steps=1)):
         raise Conflict(
-            f"Cannot construct an Accelerator with {asked!r}.",
+            f"Cannot construct an Accelerator with {accumulation!r}.",
             f"The backend {_manifest_of(strategy).name!r} accumulates gradients itself, so all Accelerators of a run "
             f"share {shared.plugin!r}.",
             "Give the same to every Accelerator, or give it to the first one only.",
@@ -287,17 +287,17 @@ def parallelism_config_of(options: Options, process: Process) -> ParallelismConf
     """
     parallelism_config = options.parallelism_config or parallelism_config_from_environment()
     plugin: TorchTensorParallelPlugin | None = options.plugins.get("torch_tp_plugin")
-    asked = 1 if plugin is None else _size(plugin)
-    if asked > 1 and parallelism_config is None:
+    tp_size = 1 if plugin is None else _size(plugin)
+    if tp_size > 1 and parallelism_config is None:
         from accel_state.mesh import ParallelismConfig
 
         # Parameters are sharded over the remaining factor of the world size.
-        parallelism_config = ParallelismConfig(tp_size=asked, dp_shard_size=max(process.world_size // asked, 1))
+        parallelism_config = ParallelismConfig(tp_size=tp_size, dp_shard_size=max(process.world_size // tp_size, 1))
     if parallelism_config is None:
         return None
-    if asked not in (1, parallelism_config.tp_size):
+    if tp_size not in (1, parallelism_config.tp_size):
         raise Conflict(
-            f"Cannot combine TorchTensorParallelPlugin(tp_size={asked}) with "
+            f"Cannot combine TorchTensorParallelPlugin(tp_size={tp_size}) with "
             f"ParallelismConfig(tp_size={parallelism_config.tp_size}).",
             "Both set the size of tensor parallelism.",
             "Give the size in the ParallelismConfig only.",

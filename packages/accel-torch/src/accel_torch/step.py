@@ -43,22 +43,22 @@ def fused_backward(session: Session, loss: Tensor, learning_rate: float | None) 
         NotOffered: the run has several processes or accumulates gradients.
     """
     fused = [optimizer for optimizer in session.prepared.optimizers if _steps_in_backward(optimizer)]
-    asked = "Cannot step the optimizer during backward (LOMO)."
+    failure = "Cannot step the optimizer during backward (LOMO)."
     if not fused:
         raise SettingError(
-            asked,
+            failure,
             "No prepared optimizer supports it.",
             "Prepare a Lomo or AdaLomo optimizer, or call backward(loss) without learning_rate.",
         )
     if learning_rate is None:
         raise SettingError(
-            asked,
+            failure,
             "The learning rate is missing.",
             "Call backward(loss, learning_rate=...), which also steps the optimizer.",
         )
     if session.gradient.num_steps > 1 or session.state.use_distributed:
         raise NotOffered(
-            asked,
+            failure,
             "The optimizer frees each gradient before the next is computed, so gradients cannot be accumulated or "
             "averaged.",
             "Train in one process without accumulation, or with another optimizer.",

@@ -50,7 +50,7 @@ class TokenWeighting(Hook):
         self._everyones: list[tuple[float, int]] = []
         self._travelling: PendingCall | None = None
         # The sum of the window over all processes, as far as it is known without an exchange.
-        self._known: float | None = 0.0
+        self._total_of_all: float | None = 0.0
         self._settled = True
         self._factor = 1.0
         self._completed: set[int] = set()
@@ -72,9 +72,9 @@ class TokenWeighting(Hook):
             total: the weights of all processes in this micro-batch, if they are known; then none are exchanged.
         """
         if not self.unfinished:
-            self._sum, self._count, self._known = 0.0, 0, 0.0
+            self._sum, self._count, self._total_of_all = 0.0, 0, 0.0
             self._completed.clear()
-        self._known = None if total is None or self._known is None else self._known + total
+        self._total_of_all = None if total is None or self._total_of_all is None else self._total_of_all + total
         number = float(weight)
         self._sum += number if number >= 0 else math.nan
         self._count += 1
@@ -90,8 +90,8 @@ class TokenWeighting(Hook):
 
     def _exchange(self, wait: bool) -> None:
         """Begin to exchange the sums, unless they are known."""
-        if self._known is not None:
-            self._everyones = [(self._known, self._count * self._process.world_size)]
+        if self._total_of_all is not None:
+            self._everyones = [(self._total_of_all, self._count * self._process.world_size)]
             return
         mine = _WEIGHTS.pack(self._sum, self._count)
         self._travelling = start_all_gather_bytes(self._process.transport, "accumulate", mine)

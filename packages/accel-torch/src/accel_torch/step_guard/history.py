@@ -55,7 +55,7 @@ class StepHistory:
         steps: steps of the run before its first one.
 
     Attributes:
-        index, optimizer: see above; the optimizer is a weak reference.
+        optimizer: a weak reference to it.
         steps: its steps, also those that were left out.
         good: its good steps.
         bad_in_a_row: bad steps since the last good one; a return to a snapshot does not change it.
