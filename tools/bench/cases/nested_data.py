@@ -12,8 +12,8 @@ from bench.case import Call, Case, Scope, Side, Work
 
 OVER_GLOO: Final = (
     "CPU time of two processes over gloo, the mean of both; wall time for large tensors, which gloo moves in threads. "
-    '"Raw" is torch.distributed on the same tensors without checks: torch.cat, one collective and a split for all small '
-    "tensors, or one collective for each large one."
+    '"Raw" is torch.distributed on the same tensors without checks: torch.cat, one collective and a split for all small'
+    " tensors, or one collective for each large one."
 )
 IN_ONE: Final = "CPU time of a call in one process."
 ONE_TENSOR: Final = 'One tensor: "raw" is the method of the tensor.'
