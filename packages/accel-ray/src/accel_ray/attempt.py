@@ -31,6 +31,9 @@ _LOST_AFTER_S: Final = 15.0
 
 _KILL_TIMEOUT_S: Final = 10.0
 
+_CODES_OF_SIGTERM: Final = (RESUME, shell_code(-signal.SIGTERM))
+"""Exit codes of a process that handles SIGTERM: it has saved a checkpoint, or says what ended it."""
+
 
 class AttemptStart(NamedTuple):
     """The arguments of an attempt.
@@ -244,7 +247,9 @@ class _Followed:
         progress = self.progress
         if progress is None or progress.code == 0 or (progress.code is None and progress.record is None):
             return None
-        return Failure(self.rank, progress.code, progress.record, stopped=self.told_to_end)
+        # One that had failed by itself may have been sent the signal before its end was seen.
+        by_signal = progress.code is None or progress.code < 0 or progress.code in _CODES_OF_SIGTERM
+        return Failure(self.rank, progress.code, progress.record, stopped=self.told_to_end and by_signal)
 
     def ask(self) -> None:
         self.answer = self.placed.actor.follow.remote(self._seen, _NEWS_TIMEOUT_S)
