@@ -159,17 +159,17 @@ def says_nothing(request: Any) -> Iterator[Finding]:
 
 def without_a_remedy(request: Any) -> Iterator[Finding]:
     for finding in scratch(request):
-        yield Finding(finding.subject, finding.verdict, finding.told)
+        yield Finding(finding.subject, finding.verdict, finding.message)
 
 
 def in_several_lines(request: Any) -> Iterator[Finding]:
     for finding in scratch(request):
-        yield Finding(finding.subject, finding.verdict, f"{finding.told}\nSee the manual.", finding.remedy)
+        yield Finding(finding.subject, finding.verdict, f"{finding.message}\nSee the manual.", finding.remedy)
 
 
 def with_a_verdict_of_its_own(request: Any) -> Iterator[Finding]:
     for finding in scratch(request):
-        yield Finding(finding.subject, "fine" if finding.verdict == OK else WARNING, finding.told, finding.remedy)
+        yield Finding(finding.subject, "fine" if finding.verdict == OK else WARNING, finding.message, finding.remedy)
 
 
 @pytest.mark.parametrize(

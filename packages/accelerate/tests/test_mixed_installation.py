@@ -65,7 +65,7 @@ def test_the_doctor_tells_of_many_in_few_words(copied: Path) -> None:
     leave(copied, "a.py", "b.py", "c.py", "d.py", "e.py")
     (found,) = examination(folder=copied)
     assert (found.subject, found.verdict) == ("accelerate", WARNING)
-    assert found.told.endswith("a.py, b.py, c.py and 2 more.")
+    assert found.message.endswith("a.py, b.py, c.py and 2 more.")
     assert f"the wheel of accelerate {accelerate.__version__}" in found.remedy
 
 

@@ -151,14 +151,14 @@ def check_config(parameter: str, config: object) -> None:
         config: a settings object, or several by name.
 
     Raises:
-        NotOffered: no installed backend has settings of this class.
+        Conflict: no installed backend has settings of this class.
     """
     first = _first_of(config)
     manifests = BACKENDS.values()
     if any(_target_is_type_of(manifest.config, first) for manifest in manifests):
         return
     classes = sorted({one.config.rpartition(":")[2] for one in manifests if one.parameter == parameter})
-    raise NotOffered(
+    raise Conflict(
         f"Cannot use {parameter}={config!r:.60}.",
         f"It is a {type(config).__name__}, and no settings object of an installed backend.",
         f"Write {parameter}={classes[0]}(...)." if classes else "Install the package that provides the backend.",

@@ -321,8 +321,7 @@ def backend_config(configs: Mapping[str, Any]) -> Any:
     """The settings object of a backend among the arguments, or None.
 
     Raises:
-        Conflict: there are several.
-        NotOffered: it is not a settings object of an installed backend.
+        Conflict: there are several, or it is not a settings object of an installed backend.
     """
     chosen = without_none(configs)
     if len(chosen) > 1:

@@ -17,7 +17,7 @@ from accel_state.topology import Topology
 
 __all__ = ("CPU",)
 
-_THREADS_SETTING: Final = Setting("threads", TEXT, None, variable="OMP_NUM_THREADS_SETTING")
+_THREADS_SETTING: Final = Setting("threads", TEXT, None, variable="OMP_NUM_THREADS")
 _PSUTIL: Final = Requirement("psutil")
 
 
@@ -40,7 +40,7 @@ class CPU(DeviceFamily):
         return torch.device("cpu", index)
 
     def configure(self, topology: Topology) -> None:
-        """Use an equal share of the cores of the node as threads, unless OMP_NUM_THREADS_SETTING is set."""
+        """Use an equal share of the cores of the node as threads, unless OMP_NUM_THREADS is set."""
         if topology.local_world_size > 1 and read_setting(_THREADS_SETTING) is None:
             from accel_state.processors import physical_cores
 
