@@ -136,7 +136,7 @@ def test_checkpoints_that_do_not_fit_or_bring_code_are_refused(tmp_path: Path) -
     assert "written with ZeRO stage 2, and this run has stage 1" in other.stderr
     fewer = launch(processes=1, plugin=plugin, load=str(folder))
     assert fewer.returncode != 0
-    assert "written by 2 processes" in fewer.stderr
+    assert "saved by another number of processes" in fewer.stderr
 
     mark = tmp_path / "ran"
     for manifest in folder.glob("*.json"):

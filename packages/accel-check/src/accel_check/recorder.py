@@ -79,6 +79,7 @@ class StepRecorder:
         self.models = Models()
         self.folder = Path(task.folder, f"rank_{rank}")
         self.optimizers: list[weakref.ref[Any]] = []
+        self._stepped: list[Any] = []
         self.schedulers: list[weakref.ref[LRScheduler]] = []
         self.step = StepRecord()
         self.calls = 0
@@ -244,12 +245,14 @@ class StepRecorder:
             return
         if self.task.resume is None:
             turn_off_recurrent_dropout(root)
-        if not self.sees_gradients:
+        if self.sees_gradients:
+            for number, reference in enumerate(self.optimizers):
+                optimizer = reference()
+                if optimizer is not None and self._is_outermost(optimizer):
+                    start.parameters |= self.models.add_outside(number, optimizer.param_groups).parameters
+        else:
+            # The optimizer of an engine has flat parts of the parameters, others on each process.
             start.parameters = self.read_parameters()
-        for number, reference in enumerate(self.optimizers):
-            optimizer = reference()
-            if optimizer is not None and self._is_outermost(optimizer):
-                start.parameters |= self.models.add_outside(number, optimizer.param_groups).parameters
         self.facts.models = len(self.models)
         if self.follower is None:
             write_record(self.folder / f"start_{self._starts}.pt", start)
@@ -385,6 +388,17 @@ class StepRecorder:
         self._depth -= 1
         if self._depth or not self._has_run:
             return
+        if self.sees_gradients:
+            self._complete_step(optimizer)
+        else:
+            self._stepped.append(optimizer)
+
+    def after_engine_steps(self) -> None:
+        """Complete steps of an engine, which has now copied to the weights what its optimizer had computed."""
+        while self._stepped:
+            self._complete_step(self._stepped.pop(0))
+
+    def _complete_step(self, optimizer: Any) -> None:
         self._unscaled.clear()
         number = self._number(optimizer)
         self._steps[number] = self._steps.get(number, 0) + 1

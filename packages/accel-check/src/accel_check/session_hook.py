@@ -26,6 +26,8 @@ from accel_torch.saving import save_state
 from accel_torch.step import unscale_gradients
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from accel_check.recorder import StepRecorder
     from accel_check.resume_notes import ResumeNotes
     from accel_plugins.context import Context
@@ -101,9 +103,14 @@ class SessionHook(ScratchHook):
             mesh = session.state.device_mesh
             recorder.read_alike([facts.rank] if mesh is None else _alike(mesh, facts.rank))
         if session.strategy.overrides("gradients"):
+            facts.more["clips_in_step"] = True
             session.strategy.on_gradients = self._engine_steps
             recorder.read_gradients = self._gradients
             recorder.read_parameters = self._parameters
+
+    def after_backward(self, loss: Tensor) -> None:
+        """Complete the step that an engine has made within backward."""
+        self._recorder.after_engine_steps()
 
     def before_clip(self, session: Session) -> None:
         """Record the gradients before they are clipped."""
