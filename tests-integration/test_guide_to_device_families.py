@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from accel_state.devices import select
 from accel_state.devices.base import DeviceFamily
 from accel_testing.devices import DeviceSuite
 from accel_testing.simulated_device import POSSIBLE, simulated_device
@@ -31,6 +32,8 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     yield importlib.import_module("abacus_of_the_guide")
     sys.path.remove(str(folder))
+    # The module has registered its family, which other tests of this process must not get.
+    select._load.cache_clear()
 
 
 class TestAbacus(DeviceSuite):
