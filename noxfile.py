@@ -55,9 +55,6 @@ AIM = "aim==3.29.1"
 # The oldest release that is supported, and a recent one.
 TRANSFORMER_ENGINE = ("2.2.0", "2.20.2")
 
-# Each file stays on one worker, which shares what it starts, and conftest.py orders the files.
-PYTEST = ("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
-
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["tests", "lint", "types", "contracts", "light", "docs"]
 
@@ -84,11 +81,11 @@ def run(session: nox.Session, name: str, *arguments: str) -> None:
 
 
 def in_venv(session: nox.Session, row: dict[str, Any]) -> None:
-    """Runs the commands of a row of SESSIONS, those of pytest on several workers."""
+    """Runs the commands of a row of SESSIONS; each file of tests stays on one process, which shares what it starts."""
     for command in row["commands"]:
         words = [part for word in shlex.split(command) for part in given(session, word)]
         if words[0] == "pytest":
-            words = [*PYTEST, *words[1:]]
+            words = ["python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *words[1:]]
         run(session, *words)
 
 
@@ -149,7 +146,7 @@ def coverage(session: nox.Session) -> None:
     for old in data.parent.glob("data*"):
         old.unlink()
     settings = ("--rcfile", str(PROJECT), "--data-file", str(data))
-    tests = (*PYTEST[1:], "-m", "not slow", *session.posargs)
+    tests = ("-m", "pytest", "-n", "2", "--dist", "loadfile", "-m", "not slow", *session.posargs)
     run(session, "python", "-m", "coverage", "run", *settings, *tests)
     run(session, "python", "-m", "coverage", "combine", "-q", *settings)
     # Tests copy packages; the copies are not measured.
@@ -278,7 +275,7 @@ def test_with(session: nox.Session, versions: Mapping[str, str]) -> None:
     tools = nox.project.dependency_groups(nox.project.load_toml(PROJECT), "test")
     session.install("-q", "-c", str(constraints), *tools, *own, *exact)
     tests = session.posargs or ["-m", "not slow", *(f"packages/{name}/tests" for name in PACKAGES)]
-    session.run(*PYTEST, *tests, env=ENVIRONMENT)
+    session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *tests, env=ENVIRONMENT)
 
 
 def tests_need(package: str) -> list[str]:
