@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,22 +76,29 @@ def test_every_option_trains_like_one_process(two: Group, options: dict[str, Any
         assert all(answer["sharded"])
 
 
-def sent_at_start(given: Case) -> list[int]:
-    """Elements of each tensor that is broadcast while a model is prepared, and again for one that is sharded."""
-    training = given.open()
-    sent: list[int] = []
+@contextmanager
+def broadcast_sizes() -> Iterator[list[int]]:
+    """Elements of each tensor that is broadcast inside."""
+    sizes: list[int] = []
     broadcast = torch.distributed.broadcast
 
     def counting(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        sent.append(tensor.numel())
+        sizes.append(tensor.numel())
         return broadcast(tensor, *arguments, **options)
 
     torch.distributed.broadcast = counting
     try:
-        prepared = training.strategy.setup(Bundle.of([given.make(training.process.rank)])).models[0]
-        training.strategy.setup(Bundle.of([prepared]))
+        yield sizes
     finally:
         torch.distributed.broadcast = broadcast
+
+
+def sent_at_start(given: Case) -> list[int]:
+    """Elements of each tensor that is broadcast while a model is prepared, and again for one that is sharded."""
+    training = given.open()
+    with broadcast_sizes() as sent:
+        prepared = training.strategy.setup(Bundle.of([given.make(training.process.rank)])).models[0]
+        training.strategy.setup(Bundle.of([prepared]))
     return sent
 
 
@@ -114,18 +123,8 @@ def sent_values() -> tuple[list[int], list[float]]:
         "transposed_large": torch.full((200_000, 2), 6.0 + rank).t(),
     }.items():
         model.register_buffer(name, value)
-    sent: list[int] = []
-    broadcast = torch.distributed.broadcast
-
-    def counting(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        sent.append(tensor.numel())
-        return broadcast(tensor, *arguments, **options)
-
-    torch.distributed.broadcast = counting
-    try:
+    with broadcast_sizes() as sent:
         send_from_first(model, torch.device("cpu"))
-    finally:
-        torch.distributed.broadcast = broadcast
     return sent, [value for tensor in model.buffers() for value in sorted(set(tensor.flatten().tolist()))]
 
 

@@ -86,7 +86,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         return object.__new__, (type(self),), self.__getstate__()
 
     def __getattr__(self, name: str) -> Any:
-        # During copying or unpickling there is no inner loader yet.
+        # An object that is being copied or unpickled has no inner loader yet.
         if name.startswith("__") or "base_dataloader" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.base_dataloader, name)

@@ -233,7 +233,7 @@ class StateContent(dict[str, Any]):
 
 
 class SharedState:
-    """Class attribute that returns the content of a state; it is empty exactly while there is no state.
+    """Class attribute that returns the content of a state; empty until the state is created, and after its reset.
 
     Args:
         read: returns the content.

@@ -188,7 +188,7 @@ class StepJudge(Hook):
 
         Raises:
             NonFiniteStep, SpikeStep: the step is bad, and is to raise; on every process.
-            NotReady: a bad step is to return to a snapshot, and there is none.
+            NotReady: a bad step returns to a snapshot, and none was made.
         """
         for history in self.histories:
             if history.optimizer() is optimizer:

@@ -68,7 +68,7 @@ class Rollback(Hook):
             bad: batches that the loaders do not yield again.
 
         Raises:
-            NotReady: there is no snapshot.
+            NotReady: no snapshot was made.
         """
         if self._step is None:
             raise NotReady(
