@@ -15,8 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
+from accel_state import PartialState, current
 from accel_state.errors import CollectiveError, NotReady, StoreUnreachable
 from accel_state.transport.control import ControlStore, find_absent
+from accel_testing.processes import Processes
 
 HOST = """
 import sys, time
@@ -170,6 +172,17 @@ def test_processes_without_a_secret_read_each_others_messages() -> None:
     assert ControlStore(shared, 0, secret="").get_many(["vote"], PATIENT) == {"vote": b"yes"}
 
 
+def set_again(store: ControlStore, key: str, value: bytes) -> None:
+    """Write a message to a store that answers again, as soon as an earlier request has its answer."""
+    deadline = time.monotonic() + PATIENT
+    while time.monotonic() < deadline:
+        try:
+            return store.set(key, value, 5)
+        except StoreUnreachable:
+            time.sleep(0.05)
+    pytest.fail("the store answers again, and is not asked")
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs signals that stop a process")
 @pytest.mark.parametrize("connected", [True, False], ids=["connected", "before the first request"])
 def test_every_call_keeps_its_deadline_while_the_host_is_stopped(host: Host, connected: bool) -> None:
@@ -196,16 +209,8 @@ def test_every_call_keeps_its_deadline_while_the_host_is_stopped(host: Host, con
     assert time.monotonic() - begun < PATIENT
     assert len(connections() - before) <= 4
     host.go_on()
-    deadline = time.monotonic() + PATIENT
-    while time.monotonic() < deadline:
-        try:
-            store.set("after", b"2", 5)
-            assert store.get_many(["after"], 5) == {"after": b"2"}
-            break
-        except StoreUnreachable:
-            time.sleep(0.1)
-    else:
-        pytest.fail("the store answers again, and is not asked")
+    set_again(store, "after", b"2")
+    assert store.get_many(["after"], PATIENT) == {"after": b"2"}
 
 
 def test_a_host_that_is_gone_is_reported_by_a_typed_error() -> None:
@@ -232,6 +237,85 @@ def test_a_request_that_waits_delays_no_other(host: Host) -> None:
         store.set(f"later/{number}", b"", PATIENT)
     assert connections() - before == opened
     assert len(opened) <= 2
+
+
+class SlowNameServer:
+    """A store to which no further connection is opened until the name server answers.
+
+    Attributes:
+        asked: number of connections that were begun.
+    """
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.asked = threading.Semaphore(0)
+        self.answers = threading.Event()
+
+    def clone(self) -> dist.Store:
+        self.asked.release()
+        assert self.answers.wait(PATIENT)
+        return self.store.clone()
+
+
+def test_a_connection_that_is_opened_first_may_take_longer_than_a_request() -> None:
+    slow = SlowNameServer()
+    store = ControlStore(slow, 0, secret="s")
+    with ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(store.open, PATIENT)
+        assert slow.asked.acquire(timeout=PATIENT)
+        slow.answers.set()
+        opening.result()
+    slow.answers.clear()
+    store.set("step", b"1", PATIENT)
+    assert store.get_many(["step"], PATIENT) == {"step": b"1"}
+    assert not slow.asked.acquire(blocking=False)
+
+
+def test_a_request_takes_a_connection_that_becomes_free_while_another_is_being_opened() -> None:
+    slow = SlowNameServer()
+    slow.answers.set()
+    store = ControlStore(slow, 0, secret="s")
+    store.open(PATIENT)
+    assert slow.asked.acquire(blocking=False)
+    slow.answers.clear()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(store.receive, ["vote"], PATIENT)
+        second = pool.submit(store.check, ["vote"], PATIENT)
+        # One of them has the only connection; if it is the first one, the vote ends its wait.
+        slow.store.set("vote", b"")
+        assert (first.result(), second.result()) in [({}, True), ({}, False)]
+    slow.answers.set()
+
+
+def test_a_connection_that_opens_too_late_serves_later_requests() -> None:
+    slow = SlowNameServer()
+    store = ControlStore(slow, 0, secret="s")
+    for _ in range(3):
+        with pytest.raises(StoreUnreachable):
+            store.set("step", b"1", 0.1)
+    with pytest.raises(StoreUnreachable, match="has not answered 3 requests"):
+        store.set("step", b"1", PATIENT)
+    slow.answers.set()
+    set_again(store, "step", b"1")
+    assert store.get_many(["step"], PATIENT) == {"step": b"1"}
+    assert [slow.asked.acquire(blocking=False) for _ in range(4)] == [True, True, True, False]
+
+
+def messages_without_further_connections() -> list[bytes]:
+    """What each process reads from all, while no name server answers since the process has started."""
+    PartialState(cpu=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("accel_state.transport.control._connect", lambda _: threading.Event().wait())
+        process = current.process()
+        control = process.transport.control()
+        assert control is not None
+        control.set(f"greeting/{process.rank}", b"%d" % process.rank, PATIENT)
+        return sorted(control.receive(["greeting/0", "greeting/1"], PATIENT).values())
+
+
+def test_a_process_has_a_connection_for_messages_once_it_has_started() -> None:
+    with Processes(2) as two:
+        assert two.run(messages_without_further_connections) == [[b"0", b"1"]] * 2
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")

@@ -1,8 +1,10 @@
 """Short signed messages between the processes of a run, through its store; every call respects its deadline.
 
 A call of torch's store cannot be interrupted, and it blocks as long as the process that hosts the store is stopped or
-unreachable. Therefore a thread of this module makes it, on a connection of its own. A request takes a free connection,
-or opens another one. If the deadline of the caller passes, it abandons the connection with its thread.
+unreachable. Therefore a thread of this module makes it, on a connection of its own. A request takes a free connection.
+If there is none, it opens another one, and takes that or one that becomes free before: torch looks up the name of the
+host for each connection, and waits seconds for a name server that does not answer. If the deadline of the caller
+passes, it abandons the connection with its thread.
 
 Any process that reaches the store's port can write to it. Messages are therefore signed, see
 `accel_state.transport.signature`. A reader ignores a message that is not signed with the secret of the run, or is older
@@ -20,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 from weakref import WeakSet, finalize
@@ -72,9 +75,17 @@ class ControlStore:
         self._signer = Signer(scope, secret)
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._free: list[_Connection] = []
+        self._free: queue.SimpleQueue[_Connection] = queue.SimpleQueue()
         self._abandoned: list[_Connection] = []
         self._reported = False
+
+    def open(self, timeout: float) -> None:
+        """Open a connection, so that no deadline of a first request has to allow for that.
+
+        Raises:
+            StoreUnreachable: that took longer than `timeout` seconds, or failed.
+        """
+        self._free.put(self._take(timeout))
 
     def set(self, key: str, value: bytes, timeout: float) -> None:
         """Write a message; it replaces this key's previous one.
@@ -172,41 +183,55 @@ class ControlStore:
                 "The connection to the store of the run belongs to the parent process.",
                 "Send messages only from the processes that the launcher started.",
             )
-        connection = self._take()
+        until = time.monotonic() + timeout
+        connection = self._take(timeout)
         request: Future[T] = Future()
         connection.requests.put((request, action))
         try:
-            answered = bool(wait([request], max(timeout, 0.0)).done)
+            answered = bool(wait([request], max(until - time.monotonic(), 0.0)).done)
         finally:
             if not request.done():
                 # Also after an interrupt: it is unknown when this connection will be free again.
                 self._abandoned.append(connection)
                 connection.end()
         if not answered:
-            raise _unreachable(f"It did not answer within {timeout:g} s.")
+            raise _silent(timeout)
         error = request.exception()
         if isinstance(error, RuntimeError):
             connection.end()
             raise _unreachable(str(error).splitlines()[0]) from error
         # Connecting takes as long as the timeout of the cloned store: the next connection is cloned from this one.
         self._store = connection.store
-        self._free.append(connection)
+        self._free.put(connection)
         return request.result()
 
-    def _take(self) -> _Connection:
-        """A connection without a request."""
+    def _take(self, timeout: float) -> _Connection:
+        """An open connection without a request."""
+        with suppress(queue.Empty):
+            return self._usable(self._free.get_nowait())
         with self._lock:
-            if self._free:
-                return self._free.pop()
             self._abandoned = [connection for connection in self._abandoned if connection.thread.is_alive()]
             if len(self._abandoned) >= _MAX_ABANDONED_CONNECTIONS:
                 raise _unreachable(f"It has not answered {len(self._abandoned)} requests yet.")
         try:
-            connection = _Connection(self._store)
+            opening = _Connection(self._store, self._free)
         except RuntimeError as error:
             # An interpreter that is ending starts no thread.
             raise _unreachable(str(error)) from error
-        finalize(self, connection.end).atexit = False
+        finalize(self, opening.end).atexit = False
+        try:
+            return self._usable(self._free.get(timeout=max(timeout, 0.0)))
+        except queue.Empty:
+            with self._lock:
+                self._abandoned.append(opening)
+            raise _silent(timeout) from None
+
+    def _usable(self, connection: _Connection) -> _Connection:
+        with self._lock, suppress(ValueError):
+            # It was open too late for the request for which it was opened.
+            self._abandoned.remove(connection)
+        if connection.error is not None:
+            raise _unreachable(str(connection.error).splitlines()[0]) from connection.error
         return connection
 
     def _report(self, key: str) -> None:
@@ -283,6 +308,10 @@ def _unreachable(obstacle: str) -> StoreUnreachable:
     )
 
 
+def _silent(timeout: float) -> StoreUnreachable:
+    return _unreachable(f"It did not answer within {timeout:g} s.")
+
+
 def _knock(store: Any) -> None:
     """Return when the host of a store accepts connections.
 
@@ -306,19 +335,23 @@ class _Connection:
 
     Args:
         store: a store to clone.
+        free: where the thread puts the connection once it is open, or cannot be opened.
 
     Attributes:
         store: that store, then the connection.
-        under_way: the request that the thread has begun; None between requests.
+        error: why it cannot be opened.
+        under_way: the request that the thread has begun, or its opening; None between requests.
         requests: requests in the order in which they are made; None ends the thread.
     """
 
-    __slots__ = ("__weakref__", "requests", "store", "thread", "under_way")
+    __slots__ = ("__weakref__", "_free", "error", "requests", "store", "thread", "under_way")
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, free: queue.SimpleQueue[_Connection]) -> None:
         self.store = store
+        self.error: Exception | None = None
         self.under_way: Future[Any] | None = None
         self.requests: queue.SimpleQueue[tuple[Future[Any], Callable[[Any], Any]] | None] = queue.SimpleQueue()
+        self._free = free
         self.thread = threading.Thread(target=self._run, name="accel-control-store", daemon=True)
         self.thread.start()
         _connections.add(self)
@@ -328,21 +361,34 @@ class _Connection:
         self.requests.put(None)
 
     def _run(self) -> None:
-        connected = False
+        opened: Future[Any] = Future()
+        self.under_way = opened
+        try:
+            _refuse_at_the_end()
+            self.store = _connect(self.store)
+        except Exception as error:
+            self.error = error
+        opened.set_result(None)
+        self.under_way = None
+        self._free.put(self)
+        if self.error is not None:
+            return
         while (request := self.requests.get()) is not None:
             answer, action = request
             self.under_way = answer
             try:
-                if _ending:
-                    raise RuntimeError("The interpreter is ending.")
-                if not connected:
-                    self.store, connected = _connect(self.store), True
+                _refuse_at_the_end()
                 answer.set_result(action(self.store))
             except BaseException as error:
                 answer.set_exception(error)
             # A request for which no caller waits must not keep its references alive.
             self.under_way = None
             del request, answer, action
+
+
+def _refuse_at_the_end() -> None:
+    if _ending:
+        raise RuntimeError("The interpreter is ending.")
 
 
 def _connect(store: Any) -> Any:

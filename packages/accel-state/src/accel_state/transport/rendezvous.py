@@ -116,9 +116,8 @@ def init_transport(
     """
     limit = timeout or family.spec.timeout
     if dist.is_available() and dist.is_initialized():
-        return import_object(family.spec.transport)(
-            device, limit, dist.distributed_c10d._get_default_store()
-        ), dist.get_backend()
+        shared = dist.distributed_c10d._get_default_store()
+        return _with_control(import_object(family.spec.transport)(device, limit, shared), limit), dist.get_backend()
     chosen = process_group_backend(family, backend)
     store = _init_store(topology, init_method, limit, family.exclusive_device(device, chosen) or "")
     try:
@@ -143,6 +142,17 @@ def _connect(
     transport: Transport = import_object(family.spec.transport)(device, timeout, store, owner=True)
     # A process that ended now would break connections that other processes are still opening.
     transport.barrier()
+    return _with_control(transport, timeout)
+
+
+def _with_control(transport: Transport, timeout: timedelta) -> Transport:
+    """The transport, with an open connection for control messages.
+
+    Their own deadlines are too short for a slow name server, which torch asks for each connection.
+    """
+    control = transport.control()
+    if control is not None and transport.world_size > 1:
+        control.open(timeout.total_seconds())
     return transport
 
 
