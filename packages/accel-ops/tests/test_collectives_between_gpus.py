@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel_ops import broadcast, gather, gather_object, pad_across_processes, reduce
-from accel_ops.checked_call import LARGE
+from accel_ops.checked_call import PACKED_BYTES
 from accel_state import PartialState
 from accel_state.errors import ShapeMismatch
 from accel_testing.processes import Processes
@@ -28,7 +28,7 @@ def nested(rank: int, device: Any) -> dict[str, Any]:
     return {
         "small": [torch.full((3, index), rank, dtype=torch.float32, device=device) for index in range(4)],
         "half": torch.full((5,), rank, dtype=torch.bfloat16, device=device),
-        "large": torch.full((LARGE // 4 + 1,), rank, dtype=torch.float32, device=device),
+        "large": torch.full((PACKED_BYTES // 4 + 1,), rank, dtype=torch.float32, device=device),
         "scalar": torch.tensor(float(rank), device=device),
     }
 

@@ -16,7 +16,8 @@ from accel_ops import (
     reduce,
     scatter,
 )
-from accel_ops.checked_call import LARGE
+from accel_ops.checked_call import PACKED_BYTES
+from accel_ops.reduction import REDUCED_PACKED_BYTES
 from accel_state import PartialState
 from accel_testing.plugin import on_devices, working_on
 from accel_testing.processes import Processes
@@ -39,7 +40,7 @@ def nested(rank: int, device: torch.device) -> dict[str, Any]:
     kinds = {str(kind): (torch.full((3, 2), float(rank), device=device) + late).to(kind) for kind in DTYPES}
     return {
         **kinds,
-        "large": torch.full((LARGE // 4 + 1,), float(rank), device=device) + late,
+        "large": torch.full((PACKED_BYTES // 4 + 1,), float(rank), device=device) + late,
         "empty": torch.zeros(0, 4, device=device),
         "scalar": torch.tensor(float(rank), device=device) + late,
         "crosswise": (torch.full((4, 6), float(rank), device=device) + late).t(),
@@ -95,9 +96,9 @@ def on_another_stream(kind: str) -> list[float]:
     with working_on(kind):
         device = PartialState().device
         if kind != "cuda":
-            return reduce(torch.ones(LARGE, device=device), "sum")[:3].tolist()
+            return reduce(torch.ones(REDUCED_PACKED_BYTES, device=device), "sum")[:3].tolist()
         with torch.cuda.stream(torch.cuda.Stream(device)):
-            return reduce(torch.ones(LARGE, device=device) + busy(device), "sum")[:3].tolist()
+            return reduce(torch.ones(REDUCED_PACKED_BYTES, device=device) + busy(device), "sum")[:3].tolist()
 
 
 @on_devices("cpu", differs="the caller works on a stream that is not the default one")

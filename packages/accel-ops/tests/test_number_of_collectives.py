@@ -18,7 +18,8 @@ from accel_ops import (
     scatter,
     synchronize_rng_states,
 )
-from accel_ops.checked_call import LARGE
+from accel_ops.checked_call import PACKED_BYTES
+from accel_ops.reduction import REDUCED_PACKED_BYTES
 from accel_state import PartialState
 from accel_state.protocol.header import HEADER_BYTES, eager_header_bytes
 from accel_testing.fresh import fresh
@@ -38,7 +39,7 @@ def beyond_the_header() -> list[torch.Tensor]:
 
 
 def large(count: int) -> list[torch.Tensor]:
-    return [torch.ones(LARGE // 4 + 1) for _ in range(count)]
+    return [torch.ones(PACKED_BYTES // 4 + 1) for _ in range(count)]
 
 
 def mixed() -> dict[str, Any]:
@@ -70,12 +71,14 @@ CALLS: dict[str, Any] = {
     "gather nothing": lambda: gather({}),
     "gather beyond the header": lambda: gather(beyond_the_header()),
     "gather large": lambda: gather(large(3)),
-    "gather at the limit": lambda: gather(torch.ones(LARGE // 4)),
+    "gather at the limit": lambda: gather(torch.ones(PACKED_BYTES // 4)),
     "gather mixed": lambda: gather(mixed()),
     "gather to one": lambda: gather(mixed(), dst=1),
     "reduce small": lambda: reduce(small()),
     "reduce beyond the header": lambda: reduce(beyond_the_header()),
     "reduce mixed": lambda: reduce(mixed(), "sum"),
+    "reduce large": lambda: reduce(large(3)),
+    "reduce beyond the limit": lambda: reduce([torch.ones(REDUCED_PACKED_BYTES // 4 + extra) for extra in range(4)]),
     "reduce four dtypes beyond the header": lambda: reduce(four_dtypes()),
     "broadcast small": lambda: broadcast(small()),
     "broadcast mixed": lambda: broadcast(mixed()),
@@ -99,7 +102,9 @@ EXPECTED = {
     "gather to one": ["all_gather", "gather", "gather", "gather"],
     "reduce small": ["all_gather"],
     "reduce beyond the header": ["all_gather", "all_reduce"],
-    "reduce mixed": ["all_gather", "all_reduce", "all_reduce", "all_gather"],
+    "reduce mixed": ["all_gather"] * 2,
+    "reduce large": ["all_gather", "all_reduce"],
+    "reduce beyond the limit": ["all_gather"] + ["all_reduce"] * 4,
     "reduce four dtypes beyond the header": ["all_gather"] * 2,
     "broadcast small": ["all_gather"],
     "broadcast mixed": ["all_gather"] + ["broadcast"] * 3,
@@ -123,17 +128,17 @@ def test_a_call_starts_no_more_collectives_than_it_needs(two: Processes, name: s
 def test_the_bytes_sent_are_those_of_the_data(two: Processes) -> None:
     for records in two.run(records_of, "gather mixed"):
         *each, packed = [nbytes for _, nbytes in records[1:]]
-        assert each == [LARGE + 4] * 2
+        assert each == [PACKED_BYTES + 4] * 2
         assert PACKED + 16 <= packed <= PACKED + 2 * 16
     for records in two.run(records_of, "gather beyond the header"):
         assert records[1][1] == MANY_SMALL
 
 
-def reduced_beyond_64_mib() -> list[str]:
+def reduced_beyond_8_mib() -> list[str]:
     """Reduce many small tensors of four dtypes, too many for every process to add up those of all."""
     PartialState(cpu=True)
-    data = four_dtypes(of_each=320)
-    assert sum(tensor.nbytes for tensor in data) > 64 * 2**20
+    data = four_dtypes(of_each=20)
+    assert sum(tensor.nbytes for tensor in data) > 4 * 2**20
     with recording() as records:
         sums = reduce(data, "sum")
     assert all(torch.equal(total, tensor * 2) for total, tensor in zip(sums, data, strict=True))
@@ -142,7 +147,7 @@ def reduced_beyond_64_mib() -> list[str]:
 
 
 def test_reduce_of_large_rows_starts_one_all_reduce_a_dtype(two: Processes) -> None:
-    assert two.run(reduced_beyond_64_mib) == [["all_gather"] + ["all_reduce"] * 4] * 2
+    assert two.run(reduced_beyond_8_mib) == [["all_gather"] + ["all_reduce"] * 4] * 2
 
 
 def test_the_second_call_starts_the_same_collectives_as_the_first(two: Processes) -> None:
@@ -208,5 +213,5 @@ def test_a_world_of_1024_has_headers_of_1_kib_and_the_same_number_of_collectives
         records = calls_of_1024()
     header = ("all_gather", 1024)
     packed = ("all_gather", 64 * 8 * 16 * 4)
-    each = ("all_gather", LARGE + 4)
+    each = ("all_gather", PACKED_BYTES + 4)
     assert records == [header, packed, header, header, header, each, each]

@@ -37,7 +37,7 @@ from accel_state.transport.base import LocalTransport, Transport, Work
 from accel_state.watch.calls import Call
 
 __all__ = (
-    "LARGE",
+    "PACKED_BYTES",
     "CheckedCall",
     "Plan",
     "check_alone",
@@ -54,8 +54,9 @@ __all__ = (
 T = TypeVar("T")
 P = TypeVar("P")
 
-LARGE: Final = 256 * 1024
-"""Bytes above which a leaf is sent separately, directly into its final tensor; below, packing leaves is faster."""
+PACKED_BYTES: Final = 256 * 1024
+"""Bytes up to which a leaf is packed; a larger one is sent separately, directly into its final tensor, which is faster.
+"""
 
 _HOST_DEVICE: Final = torch.device("cpu")
 _MAX_CACHED_PLANS: Final = 1024
@@ -253,12 +254,13 @@ class Plan:
         leaves: Sequence[torch.Tensor],
         device: torch.device,
         world_size: int,
+        packed_bytes: int,
     ) -> None:
         self.description = description
         self.fingerprint = fingerprint_of(description)
         self.order = tuple(sorted(range(len(leaves)), key=paths.__getitem__))
-        self.small = tuple(position for position in self.order if leaves[position].nbytes <= LARGE)
-        self.large = tuple(position for position in self.order if leaves[position].nbytes > LARGE)
+        self.small = tuple(position for position in self.order if leaves[position].nbytes <= packed_bytes)
+        self.large = tuple(position for position in self.order if leaves[position].nbytes > packed_bytes)
         small = ((leaves[position].shape, leaves[position].dtype) for position in self.small)
         self.layout = PackedLayout(small, world_size)
         foreign = any(leaf.device != device for leaf in leaves)
@@ -319,6 +321,7 @@ def plan_for(
     device: torch.device,
     world_size: int,
     check: Callable[[str, torch.Tensor, str], None],
+    packed_bytes: int,
 ) -> Plan:
     """Create the plan for the leaves of nested data.
 
@@ -331,12 +334,14 @@ def plan_for(
         device: the device on which the transport moves tensors.
         world_size: number of processes.
         check: raises when a leaf, given with path and operation, cannot take part.
+        packed_bytes: bytes up to which a leaf is packed.
     """
     described = []
     for path, leaf, shape in zip(paths, leaves, shapes, strict=True):
         check(path, leaf, operation)
         described.append((path, str(tuple(shape) if isinstance(shape, torch.Size) else shape), str(leaf.dtype)))
-    return Plan(CallDescription(operation, arguments, sorted(described)), paths, leaves, device, world_size)
+    description = CallDescription(operation, arguments, sorted(described))
+    return Plan(description, paths, leaves, device, world_size, packed_bytes)
 
 
 class CheckedCall(HeaderCall):
@@ -356,6 +361,7 @@ class CheckedCall(HeaderCall):
         shape_of: Callable[[torch.Tensor], Any] | None = None,
         check: Callable[[str, torch.Tensor, str], None] = check_leaf,
         move: bool = True,
+        packed_bytes: int = PACKED_BYTES,
     ) -> tuple[Plan, list[torch.Tensor]]:
         """The plan for nested data, and their leaves on the device of the transport.
 
@@ -364,12 +370,13 @@ class CheckedCall(HeaderCall):
             shape_of: the part of a leaf's shape that must be equal on all processes; by default all of it.
             check: raises when a leaf, given with path and operation, cannot take part.
             move: move the leaves to the device of the transport.
+            packed_bytes: bytes up to which a leaf is packed; always the same for an operation.
 
         Raises:
             UnknownKind: a leaf cannot be sent.
         """
         leaves, spec = flatten(data, self._operation)
-        return self.plan_of(data, leaves, spec, shape_of, check, move)
+        return self.plan_of(data, leaves, spec, shape_of, check, move, packed_bytes)
 
     def plan_of(
         self,
@@ -379,13 +386,14 @@ class CheckedCall(HeaderCall):
         shape_of: Callable[[torch.Tensor], Any] | None = None,
         check: Callable[[str, torch.Tensor, str], None] = check_leaf,
         move: bool = True,
+        packed_bytes: int = PACKED_BYTES,
     ) -> tuple[Plan, list[torch.Tensor]]:
         """The plan for leaves and a structure that `flatten` returned; see `plan` for the arguments and errors."""
         kinds = list(map(type, leaves))
         if kinds.count(torch.Tensor) < len(kinds) and any(map(is_dtensor, leaves)):
             leaves = self._full_tensors(data, leaves)
             kinds = list(map(type, leaves))
-        plan = self._plan(data, leaves, kinds, spec, shape_of, check)
+        plan = self._plan(data, leaves, kinds, spec, shape_of, check, packed_bytes)
         if move and plan.devices:
             leaves = [leaf.to(self._transport.device) for leaf in leaves]
         return plan, leaves
@@ -533,6 +541,7 @@ class CheckedCall(HeaderCall):
         spec: TreeSpec,
         shape_of: Callable[[torch.Tensor], Any] | None,
         check: Callable[[str, torch.Tensor, str], None],
+        packed_bytes: int,
     ) -> Plan:
         shapes = self._shapes(data, leaves, shape_of)
         key = (
@@ -552,8 +561,9 @@ class CheckedCall(HeaderCall):
                 plans.clear()
             paths = [path for path, leaf in leaves_with_paths(data) if isinstance(leaf, torch.Tensor)]
             device, world_size = self._transport.device, self._transport.world_size
-            plan = plan_for(self._operation, self._arguments, paths, leaves, shapes, device, world_size, check)
-            plans[key] = plan
+            plans[key] = plan = plan_for(
+                self._operation, self._arguments, paths, leaves, shapes, device, world_size, check, packed_bytes
+            )
         return plan
 
     def _shapes(

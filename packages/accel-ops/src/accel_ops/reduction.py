@@ -16,7 +16,7 @@ from accel_ops.tree import rebuild, recursively_apply
 from accel_state.errors import SettingError, UnknownKind
 from accel_state.transport.base import Reduction, Transport, Work
 
-__all__ = ("reduce", "reduce_scatter")
+__all__ = ("REDUCED_PACKED_BYTES", "reduce", "reduce_scatter")
 
 _REDUCTIONS: Final = ("mean", "sum", "product", "max", "min", "none")
 
@@ -28,8 +28,11 @@ _REDUCTION_SENT: Final[dict[str, Reduction]] = {
     "min": "min",
 }
 
-_MAX_GATHERED_BYTES: Final = 64 * 1024 * 1024
-"""Bytes of all processes together up to which each process itself adds up small tensors of several dtypes."""
+REDUCED_PACKED_BYTES: Final = 4 * 1024 * 1024
+"""Bytes up to which a leaf is packed: gloo adds up one large tensor faster than several of a megabyte at once."""
+
+_MAX_GATHERED_BYTES: Final = 8 * 1024 * 1024
+"""Bytes of all processes together up to which each process itself adds up the packed tensors of several dtypes."""
 
 _WIDER_DTYPES: Final = {torch.int16: torch.int32}
 """Sums of these dtypes are computed in a wider dtype that backends can add; the result wraps around as usual."""
@@ -88,7 +91,7 @@ def reduce(tensor: Any, op: str = "mean", scale: float = 1.0, *, group: Group = 
         check_alone("reduce", tensor, check)
         return tensor if scale == 1.0 else recursively_apply(torch.mul, tensor, scale)
     with CheckedCall(transport, "reduce", op=op, scale=scale) as call:
-        plan, leaves = call.plan(tensor, check=check)
+        plan, leaves = call.plan(tensor, check=check, packed_bytes=REDUCED_PACKED_BYTES)
         divisor = transport.world_size if op == "mean" else 1
         return rebuild(
             tensor, plan.on_devices(_reduce(call, transport, plan, leaves, _REDUCTION_SENT[op], divisor, scale))
@@ -132,7 +135,7 @@ def reduce_scatter(tensor: Any, op: str = "sum", *, group: Group = None) -> Any:
         check_alone("reduce_scatter", tensor, check_both)
         return tensor
     with CheckedCall(transport, "reduce_scatter", op=op) as call:
-        plan, leaves = call.plan(tensor, check=check_both)
+        plan, leaves = call.plan(tensor, check=check_both, packed_bytes=REDUCED_PACKED_BYTES)
         divisor = count if op == "mean" else 1
         totals = _reduce(call, transport, plan, leaves, _REDUCTION_SENT[op], divisor, 1.0)
         sizes = [total.shape[0] // count for total in totals]
