@@ -1,8 +1,8 @@
+from accel_data.adapter import DataLoaderAdapter as DataLoaderAdapter
 from accel_data.auditing import Audit as Audit
 from accel_data.auditing import audit as audit
 from accel_data.config import DataLoaderConfiguration as DataLoaderConfiguration
 from accel_data.dispatch import DataLoaderDispatcher as DataLoaderDispatcher
-from accel_data.loader import DataLoaderAdapter as DataLoaderAdapter
 from accel_data.loader import DataLoaderShard as DataLoaderShard
 from accel_data.loader import DataLoaderStateMixin as DataLoaderStateMixin
 from accel_data.loader import PreparedLoader as PreparedLoader

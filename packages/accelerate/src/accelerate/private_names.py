@@ -69,7 +69,7 @@ UNREAD: Final[Mapping[str, Mapping[str, str]]] = {
         "_optimizer_patched_step_method": "the optimizer's own `step` is called, and never replaced",
         "_switch_parameters": "the strategy of the backend replaces parameters, in `prepare`",
     },
-    "accel_data.loader.DataLoaderAdapter": {
+    "accel_data.adapter.DataLoaderAdapter": {
         "_fetch_batches": "accel_data.dispatch does this",
         "_update_state_dict": _LOADER,
     },

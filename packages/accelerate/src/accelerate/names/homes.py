@@ -83,8 +83,9 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "accelerate.legacy.commands": "main=tpu_main tpu_command_launcher tpu_command_parser",
     },
     "accelerate.data_loader": {
+        "accel_data.adapter": "DataLoaderAdapter",
         "accel_data.dispatch": "DataLoaderDispatcher",
-        "accel_data.loader": "DataLoaderAdapter DataLoaderShard DataLoaderStateMixin SkipDataLoader",
+        "accel_data.loader": "DataLoaderShard DataLoaderStateMixin SkipDataLoader",
         "accel_data.order": "SeedableRandomSampler",
         "accel_data.prepare": "get_sampler prepare_data_loader",
         "accel_data.sharding": "BatchSamplerShard SkipBatchSampler",
