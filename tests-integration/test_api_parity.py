@@ -1,6 +1,6 @@
 """The drop-in has the names and parameters of the original that `reference/api.json` has, except its test tools.
 
-`reference/left_out.json` lists further names that it leaves out: menus, questions and parser objects that only the
+`reference/left_out.json` lists further names that it leaves out: menus, questions, parsers and constants that only the
 original's own commands use, and functions that are steps of its own larger ones.
 """
 

@@ -45,9 +45,8 @@ EXPECTED = {
 @pytest.mark.parametrize("kind", ["folder", "wheel", "sdist"])
 def test_each_way_of_asking_is_found_in_each_kind_of_source(tmp_path: Path, kind: str) -> None:
     package = tmp_path / "client"
-    package.mkdir()
+    (package / "folder.py").mkdir(parents=True)
     (package / "module.py").write_text(MODULE, encoding="utf-8")
-    (package / "broken.py").write_text("from accelerate import (", encoding="utf-8")
     source = package
     if kind == "wheel":
         source = tmp_path / "client-1-py3-none-any.whl"
@@ -62,6 +61,18 @@ def test_each_way_of_asking_is_found_in_each_kind_of_source(tmp_path: Path, kind
     lines = [line.split("\t") for line in done.stdout.splitlines()]
     assert {address: verdict for address, verdict, _ in lines} == EXPECTED
     assert all(files.endswith("module.py") for _, _, files in lines)
+
+
+def test_a_file_for_a_later_python_counts_only_if_it_imports_from_the_original(tmp_path: Path) -> None:
+    later = "match = type = lambda: (yield) ~ 1  # a loader for accelerate\n"
+    (tmp_path / "template.py").write_text(later, encoding="utf-8")
+    (tmp_path / "module.py").write_text("from accelerate import Accelerator\n", encoding="utf-8")
+    done = run_command([sys.executable, str(PROGRAM), str(tmp_path)], timeout=200)
+    assert (done.returncode, done.stdout) == (0, "accelerate.Accelerator\tyes\tmodule.py\n"), done.stderr
+    (tmp_path / "later.py").write_text(f"if True:\n    from accelerate import utils\n{later}", encoding="utf-8")
+    done = run_command([sys.executable, str(PROGRAM), str(tmp_path)], timeout=200)
+    assert (done.returncode, done.stdout) == (1, "accelerate.Accelerator\tyes\tmodule.py\n")
+    assert "cannot be read: later.py: invalid syntax" in done.stderr
 
 
 def test_an_installed_distribution_is_read() -> None:

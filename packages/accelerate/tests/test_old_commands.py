@@ -11,9 +11,9 @@ import pytest
 
 import accelerate
 from accel_testing.processes import run_command
-from accelerate.commands.config import default_config_file, get_config_parser
-from accelerate.commands.config.config import config_command
-from accelerate.commands.env import env_command, env_command_parser
+from accelerate.commands import env
+from accelerate.commands.config import default_config_file
+from accelerate.commands.config import main as config_main
 from accelerate.commands.estimate import estimate_command, estimate_command_parser
 from accelerate.commands.launch import launch_command, launch_command_parser
 
@@ -85,14 +85,17 @@ def test_the_parser_of_launch_inside_another_one() -> None:
     program = argparse.ArgumentParser()
     subparsers = program.add_subparsers()
     launch_command_parser(subparsers)
-    env_command_parser(subparsers)
+    estimate_command_parser(subparsers)
     assert program.parse_args(["launch", "--cpu", "train.py"]).func == launch_command
-    assert program.parse_args(["env"]).func == env_command
+    assert program.parse_args(["estimate-memory", "torch.nn:Linear"]).func == estimate_command
 
 
-def test_writing_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_writing_a_config_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "config.yaml"
-    config_command(get_config_parser().parse_args(["--config_file", str(path), "default"]))
+    monkeypatch.setattr(sys, "argv", ["accelerate-config", "--config_file", str(path), "default"])
+    assert config_main() == 0
     assert "num_processes:" in path.read_text(encoding="utf-8")
     assert str(path) in capsys.readouterr().out
 
@@ -108,8 +111,9 @@ def test_estimating_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert "256.0 KiB" in capsys.readouterr().out
 
 
-def test_showing_the_environment(capsys: pytest.CaptureFixture[str]) -> None:
-    env_command(env_command_parser().parse_args([]))
+def test_showing_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["accelerate"])
+    assert env.main() == 0
     shown = capsys.readouterr().out
     assert accelerate.__version__ in shown
     done = run_command([sys.executable, "-m", "accelerate.commands.env"])

@@ -1,4 +1,4 @@
-"""The functions by which scripts and libraries call the commands of the original: a parser, a command and a main each.
+"""The functions by which scripts and libraries call the commands of the original: a main each, some with a parser.
 
 Each is the command of `accel_cli` under its old name.
 """
@@ -102,14 +102,8 @@ def tpu_command_launcher(args: Namespace) -> None:
         sys.exit(code)
 
 
-config_command, env_command, merge_command, self_test_command = map(_runner, ("config", "env", "merge-weights", "test"))
-
 launch_command_parser = _parser_of("launch", launch_command, add_launch_arguments)
 estimate_command_parser = _parser_of("estimate-memory", estimate_command)
-config_command_parser = _parser_of("config", config_command)
-env_command_parser = _parser_of("env", env_command)
-merge_command_parser = _parser_of("merge-weights", merge_command)
-self_test_command_parser = _parser_of("test", self_test_command)
 to_fsdp2_command_parser = _parser_of("to-fsdp2", to_fsdp2_command)
 tpu_command_parser = _parser_of("tpu-config", tpu_command_launcher)
 

@@ -37,12 +37,10 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     "accelerate.commands": {},
     "accelerate.commands.accelerate_cli": {"accelerate.legacy.commands": "main"},
     "accelerate.commands.config": {
-        "accelerate.legacy.commands": "config_command_parser get_config_parser=config_command_parser main=config_main",
+        "accelerate.legacy.commands": "main=config_main",
         "accelerate.legacy.config_classes": "default_config_file load_config_from_file",
     },
-    "accelerate.commands.config.config": {
-        "accelerate.legacy.commands": "config_command config_command_parser main=config_main",
-    },
+    "accelerate.commands.config.config": {"accelerate.legacy.commands": "main=config_main"},
     "accelerate.commands.config.config_args": {
         "accelerate.legacy.config_classes": """
             BaseConfig ClusterConfig SageMakerConfig cache_dir default_config_file default_json_config_file
@@ -50,7 +48,7 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         """,
     },
     "accelerate.commands.config.default": {"accelerate.legacy.config_classes": "write_basic_config"},
-    "accelerate.commands.env": {"accelerate.legacy.commands": "env_command env_command_parser main=env_main"},
+    "accelerate.commands.env": {"accelerate.legacy.commands": "main=env_main"},
     "accelerate.commands.estimate": {
         "accelerate.legacy.commands": "estimate_command estimate_command_parser main=estimate_main",
         "accelerate.legacy.estimating": """
@@ -65,14 +63,8 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         """,
         "accelerate.legacy.launching": "_validate_launch_command=validate_launch_command",
     },
-    "accelerate.commands.merge": {
-        "accelerate.legacy.commands": "main=merge_main merge_command merge_command_parser",
-    },
-    "accelerate.commands.test": {
-        "accelerate.legacy.commands": """
-            main=self_test_main test_command=self_test_command test_command_parser=self_test_command_parser
-        """,
-    },
+    "accelerate.commands.merge": {"accelerate.legacy.commands": "main=merge_main"},
+    "accelerate.commands.test": {"accelerate.legacy.commands": "main=self_test_main"},
     "accelerate.commands.to_fsdp2": {
         "accelerate.legacy.commands": "to_fsdp2_command_parser",
         "accelerate.legacy.fsdp2_configs": """
@@ -183,11 +175,9 @@ NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "accelerate.utils.constants": {
         "accelerate.legacy.constants": """
-            DEEPSPEED_MULTINODE_LAUNCHERS DTENSOR_PYTORCH_VERSION ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION
-            FSDP2_PYTORCH_VERSION FSDP2_STATE_DICT_TYPE FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH
-            FSDP_PYTORCH_VERSION FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE MITA_PROFILING_AVAILABLE_PYTORCH_VERSION
-            PROFILE_PATTERN_NAME SAGEMAKER_PARALLEL_EC2_INSTANCES SAGEMAKER_PYTHON_VERSION SAGEMAKER_PYTORCH_VERSION
-            SAGEMAKER_TRANSFORMERS_VERSION STR_OPERATION_TO_FUNC TORCH_DYNAMO_MODES TORCH_LAUNCH_PARAMS
+            DTENSOR_PYTORCH_VERSION FSDP2_PYTORCH_VERSION FSDP2_STATE_DICT_TYPE FSDP_AUTO_WRAP_POLICY
+            FSDP_BACKWARD_PREFETCH FSDP_PYTORCH_VERSION FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE
+            MITA_PROFILING_AVAILABLE_PYTORCH_VERSION PROFILE_PATTERN_NAME STR_OPERATION_TO_FUNC
             XPU_PROFILING_AVAILABLE_PYTORCH_VERSION
         """,
         "accel_bigmodel.casting": "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
