@@ -223,7 +223,7 @@ def optimizer_instead_of_the_model(accelerator: Any) -> None:
     [
         (
             optimizer_instead_of_the_model,
-            "accelerator.accumulate() was called with AcceleratedOptimizer, which is no model.",
+            "accelerator.accumulate() was called with AcceleratedOptimizer, which is not a model.",
         ),
         (
             optimizer_outside_of_prepare,

@@ -80,7 +80,7 @@ class _Run(NamedTuple):
 def _runs(tensor: Any) -> list[list[_Run]]:
     """For each dimension, the indexes of the full tensor that this process holds.
 
-    They are no tensors, so that they are known also where tensors have no values.
+    They are numbers, so that they are known also where tensors have no values.
     """
     mesh, held = tensor.device_mesh, [[_Run(0, size)] for size in tensor.shape]
     coordinate = mesh.get_coordinate()
@@ -104,12 +104,11 @@ def _runs(tensor: Any) -> list[list[_Run]]:
 def _chunk(runs: Sequence[_Run], chunks: int, number: int) -> list[_Run]:
     """One of the chunks that `torch.chunk` makes of some indexes; an empty one if there are not enough of them."""
     size = -(-_length(runs) // chunks)
-    found = []
-    for start, run in _placed(runs):
-        begin, end = max(start, number * size), min(start + run.length, (number + 1) * size)
-        if begin < end:
-            found.append(_Run(run.first + begin - start, end - begin))
-    return found
+    spans = (
+        (run.first - start, max(start, number * size), min(start + run.length, (number + 1) * size))
+        for start, run in _placed(runs)
+    )
+    return [_Run(shift + begin, end - begin) for shift, begin, end in spans if begin < end]
 
 
 def _joined(runs: Iterable[_Run]) -> list[_Run]:

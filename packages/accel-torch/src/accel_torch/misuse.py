@@ -165,7 +165,7 @@ class MisuseGuard(Hook):
             self._leave()
 
     def begin_micro_batch(self, models: Sequence[Module]) -> None:
-        """Detect what is no model, and a scheduler that stepped between two micro-batches of one window."""
+        """Detect what is not a model, and a scheduler that stepped between two micro-batches of one window."""
         if not self.active:
             self._leave()
             return
@@ -276,12 +276,12 @@ class MisuseGuard(Hook):
                 )
 
     def _check_accumulated(self, models: Sequence[object]) -> None:
-        """Detect an argument of `accumulate` that is no model; scripts for the original, which accepts it, go on."""
+        """Detect an argument of `accumulate` that is not a model; the original accepts it, so scripts go on."""
         others = [type(one).__name__ for one in models if not callable(one)]
         if others:
             self._warn(
                 "accumulated",
-                f"accelerator.accumulate() was called with {others[0]}, which is no model.",
+                f"accelerator.accumulate() was called with {others[0]}, which is not a model.",
                 "It has no effect there: gradients of the model are sent between processes at every micro-batch.",
                 "Pass the models that prepare() returned: accumulate(model).",
             )
