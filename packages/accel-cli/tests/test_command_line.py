@@ -156,7 +156,7 @@ def test_an_unknown_option_names_the_closest(accel):
 def test_an_option_of_the_script_before_its_name_is_told_its_place(accel):
     finished = accel("launch", "--lr", "0.1", "job.py")
     assert finished.returncode == 2
-    assert "Options of the script follow its name: accel launch [options] script.py --lr ..." in finished.stderr
+    assert "Options of the script follow its name: `accel launch script.py --lr`." in finished.stderr
     assert "Did you mean" not in finished.stderr
 
 

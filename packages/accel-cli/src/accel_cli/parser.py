@@ -69,10 +69,11 @@ class Parser(ArgumentParser):
                 return install_remedy(package)
             if flag.startswith("--") and "/" not in flag and flag not in options:
                 # Without dashes, which make short names look alike.
-                near = closest(flag.lstrip("-"), [option.lstrip("-") for option in options])
+                names = [option[2:] for option in options if option.startswith("--")]
+                near = closest(flag[2:], names)
                 hints = [f"Did you mean --{near}?"] if near else []
                 if any(action.nargs == REMAINDER for action in self._actions):
-                    hints.append(f"Options of the script follow its name: {self.prog} [options] script.py {flag} ...")
+                    hints.append(f"Options of the script follow its name: `{self.prog} script.py {flag}`.")
                 return " ".join([*hints, f"{command} lists all options."])
         return f"{command} lists all options."
 
