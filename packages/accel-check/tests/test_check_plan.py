@@ -167,6 +167,7 @@ def check_ours(folder: Path, *options: str, arguments: tuple[str, ...] = ()) -> 
                 (("--processes", "64"), ("frozen",), 1, {1, 63}),
                 (("--processes", "64", "--backend", "fsdp2", "--mixed_precision", "fp16"), (), 64, {1, 63}),
                 (("--processes", "64", "--backend", "fsdp1"), (), 64, {1, 63}),
+                (("--processes", "64", "--launch=--use_fsdp --fsdp_version 2"), (), 64, {1, 63}),
                 (("--axes", "dp_replicate=8,dp_shard=8"), (), 8, {1, 8, 63}),
                 (("--axes", "dp_shard=16,cp=4"), (), 64, {1, 4, 63}),
                 (("--axes", "tp=4"), ("tp",), 4, {1, 3}),

@@ -153,6 +153,13 @@ def test_an_unknown_option_names_the_closest(accel):
     assert "Traceback" not in finished.stderr
 
 
+def test_an_option_of_the_script_before_its_name_is_told_its_place(accel):
+    finished = accel("launch", "--lr", "0.1", "job.py")
+    assert finished.returncode == 2
+    assert "Options of the script follow its name: `accel launch script.py --lr`." in finished.stderr
+    assert "Did you mean" not in finished.stderr
+
+
 def test_typed_errors_have_no_traceback_unless_debugging(accel):
     assert "Traceback" not in accel("launch", "missing.py").stderr
     debugging = accel("launch", "missing.py", env={"ACCELERATE_DEBUG_MODE": "1"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -91,6 +92,20 @@ def test_a_plain_shard_is_one_chunk(two: Processes) -> None:
     first, second = two.run(several_kinds)
     assert first == [((0, 0), 4), ((0, 0), 4), ((0, 0), 2), ((0, 0), 6), ((0, 0), 3)]
     assert second == [((2, 0), 4), ((2, 0), 2), ((0, 0), 0), ((0, 0), 6), ((0, 1), 3)]
+
+
+def without_values() -> list[tuple[int, ...]]:
+    """The places of chunks where tensors have no values."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with FakeTensorMode():
+        weight = DTensor.from_local(
+            torch.empty(2, 3), mesh, [Shard(0), Shard(0)], run_check=False, shape=torch.Size((8, 3)), stride=(3, 1)
+        )
+        return [chunk.offsets for chunk in local_chunks(weight)]
+
+
+def test_chunks_are_known_where_tensors_have_no_values(four: Processes) -> None:
+    assert four.run(without_values) == [[(0, 0)], [(2, 0)], [(4, 0)], [(6, 0)]]
 
 
 def refused() -> list[str]:

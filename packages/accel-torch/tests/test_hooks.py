@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_plugins.wrapped.step_hooks import StepHooks
@@ -36,7 +37,7 @@ class Recorder(Hook):
     def loader_prepared(self, session: Any, loader: Any) -> None:
         self.events.append("loader")
 
-    def begin_micro_batch(self) -> None:
+    def begin_micro_batch(self, models: Sequence[nn.Module]) -> None:
         self.events.append("micro-batch")
 
     def before_backward(self, loss: Any) -> None:

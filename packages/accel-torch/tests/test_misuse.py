@@ -209,9 +209,22 @@ def scheduler_of_a_wrapped_optimizer_outside_of_prepare(accelerator: Any) -> Non
             optimizer.zero_grad()
 
 
+def optimizer_instead_of_the_model(accelerator: Any) -> None:
+    model, optimizer, loader = accelerator.prepare(*parts())
+    for (inputs,) in loader:
+        with accelerator.accumulate(optimizer):
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @pytest.mark.parametrize(
     ("loop", "sentence"),
     [
+        (
+            optimizer_instead_of_the_model,
+            "accelerator.accumulate() was called with AcceleratedOptimizer, which is not a model.",
+        ),
         (
             optimizer_outside_of_prepare,
             "An optimizer that was not prepared steps within an accumulation",

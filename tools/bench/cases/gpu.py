@@ -7,6 +7,7 @@ out.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
@@ -124,36 +125,38 @@ def parts() -> tuple[Any, Any, Any]:
     return model, optimizer, tokens
 
 
+def stepping(tokens: Any, backward: Callable[[Any], object], model: Any, optimizer: Any) -> Call:
+    """A step of a prepared model."""
+
+    def step() -> None:
+        backward(model(tokens))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def plain_training(scope: Scope) -> Call:
     """A step in plain torch."""
     import torch
 
     model, optimizer, tokens = parts()
-
-    def step() -> None:
-        with torch.autocast(sizes().device, torch.bfloat16):
-            loss = model(tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    forward = torch.autocast(sizes().device, torch.bfloat16)(model)
+    return stepping(tokens, lambda loss: loss.backward(), forward, optimizer)
 
 
-def prepared_training(scope: Scope) -> Call:
-    """A step with an Accelerator."""
+def prepare(scope: Scope) -> tuple[Any, Call]:
+    """An Accelerator, and a step with it."""
     accelerator = scope.library("accel_torch", "accelerate").Accelerator(
         mixed_precision="bf16", cpu=sizes().device == "cpu"
     )
     model, optimizer, tokens = parts()
-    model, optimizer = accelerator.prepare(model, optimizer)
+    return accelerator, stepping(tokens, accelerator.backward, *accelerator.prepare(model, optimizer))
 
-    def step() -> None:
-        accelerator.backward(model(tokens))
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return step
+def prepared_training(scope: Scope) -> Call:
+    """A step with an Accelerator."""
+    return prepare(scope)[1]
 
 
 def fabric_training(scope: Scope) -> Call:
@@ -164,14 +167,7 @@ def fabric_training(scope: Scope) -> Call:
         accelerator=sizes().device, devices=1, precision="bf16-mixed"
     )
     model, optimizer, tokens = parts()
-    model, optimizer = fabric.setup(model, optimizer)
-
-    def step() -> None:
-        fabric.backward(model(tokens))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return stepping(tokens, fabric.backward, *fabric.setup(model, optimizer))
 
 
 # ---------------------------------------------------------------- overhead
@@ -355,15 +351,8 @@ def trained_alone(scope: Scope) -> Call:
 
 def saved_behind(scope: Scope) -> Call:
     """Two steps, between which a checkpoint is begun."""
-    accelerator = scope.library("accel_torch").Accelerator(mixed_precision="bf16", cpu=sizes().device == "cpu")
-    model, optimizer, tokens = parts()
-    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator, step = prepare(scope)
     numbers = count()
-
-    def step() -> None:
-        accelerator.backward(model(tokens))
-        optimizer.step()
-        optimizer.zero_grad()
 
     def steps() -> None:
         folder = scope.folder / str(next(numbers))
@@ -377,96 +366,40 @@ def saved_behind(scope: Scope) -> Call:
     return steps
 
 
-def _cases() -> tuple[Case, ...]:
-    gpu = partial(Case, "GPU", needs="cuda")
-    training = Work(prepared_training, prepared_training, plain_training, alone=True)
-    beside_fabric = Work(prepared_training, fabric_training, alone=True)
-    overhead = Work(prepared_steps, prepared_steps, plain_steps, alone=True)
-    kinds = {
-        "2 GB": Offloaded(),
-        "2 GB in layers of 1 MiB": Offloaded(1 / 8),
-        "2 GB in layers of 16 MiB": Offloaded(1 / 2),
-        "2 GB in layers of 1 GiB": Offloaded(4),
-        "2 GB in bf16": Offloaded(dtype="bfloat16"),
-    }
-    offloaded = {
-        name: Work(partial(offloaded_forward, kind), partial(offloaded_forward, kind), partial(bus, kind), alone=True)
-        for name, kind in kinds.items()
-    }
-    disk = Offloaded(on_disk=True)
-    from_disk = Work(partial(offloaded_forward, disk), raw=partial(reads_of_offloaded, disk), alone=True)
-    beside_safetensors = Work(loading, raw=load_file, alone=True)
-    loaded = Work(loading, loading, raw_reads, alone=True)
-    saved = Work(saved_behind, None, trained_alone, alone=True)
-    step, model = "GPU ms per step of 8,192 tokens", "GPT-2 124M, bf16"
-    return (
-        gpu(name=f"{model}", unit=step, figure="ours/raw", limit=1.02, work=training, method=TRAINING),
-        gpu(name=f"{model}", unit=step, figure="ours/peer", limit=1.02, work=training, method=TRAINING),
-        gpu(
-            name=f"{model}, beside Fabric", unit=step, figure="ours/peer", limit=1.02, work=beside_fabric, method=FABRIC
-        ),
-        gpu(
-            name="a small step",
-            unit="GPU us per step",
-            figure="ours - raw",
-            limit=20.0,
-            work=overhead,
-            method=OVERHEAD,
-            per=STEPS,
-        ),
-        *(
-            gpu(
-                name=f"offloaded forward of {name}",
-                unit="GPU s",
-                figure=figure,
-                limit=limit,
-                work=work,
-                method=OFFLOADED,
-            )
-            for name, work in offloaded.items()
-            for figure, limit in (("ours/raw", 1.3), ("ours/peer", 1.0))
-        ),
-        gpu(
-            name="forward of 2 GB offloaded to the disk",
-            unit="GPU s",
-            figure="ours/raw",
-            limit=1.2,
-            work=from_disk,
-            method=FROM_DISK,
-        ),
-        gpu(
-            name="8 GB of weights to the device, beside safetensors",
-            unit="GPU s",
-            figure="ours/raw",
-            limit=1.2,
-            work=beside_safetensors,
-            method=LOADING,
-        ),
-        gpu(
-            name="8 GB of weights to the device",
-            unit="GPU s",
-            figure="ours/raw",
-            limit=1.5,
-            work=loaded,
-            method=LOADING,
-        ),
-        gpu(
-            name="8 GB of weights to the device",
-            unit="GPU s",
-            figure="ours/peer",
-            limit=1.0,
-            work=loaded,
-            method=LOADING,
-        ),
-        gpu(
-            name="a checkpoint behind a step",
-            unit="GPU ms",
-            figure="ours - raw",
-            limit=None,
-            work=saved,
-            method=SNAPSHOT,
-        ),
-    )
+GPU: Final = partial(Case, "GPU", needs="cuda")
+STEP, MODEL = "GPU ms per step of 8,192 tokens", "GPT-2 124M, bf16"
+
+TRAINED: Final = Work(prepared_training, prepared_training, plain_training, alone=True)
+BESIDE_FABRIC: Final = Work(prepared_training, fabric_training, alone=True)
+SMALL_STEPS: Final = Work(prepared_steps, prepared_steps, plain_steps, alone=True)
+LOADED: Final = Work(loading, loading, raw_reads, alone=True)
+BESIDE_SAFETENSORS: Final = Work(loading, raw=load_file, alone=True)
+SAVED: Final = Work(saved_behind, raw=trained_alone, alone=True)
+ON_DISK: Final = Offloaded(on_disk=True)
+READ: Final = Work(partial(offloaded_forward, ON_DISK), raw=partial(reads_of_offloaded, ON_DISK), alone=True)
 
 
-CASES: Final = _cases()
+def offloaded_forwards(name: str, offloaded: Offloaded) -> tuple[Case, Case]:
+    """A forward pass with weights in memory of the host, beside the bus and beside the original."""
+    side = partial(offloaded_forward, offloaded)
+    work = Work(side, side, partial(bus, offloaded), alone=True)
+    case = partial(GPU, f"offloaded forward of {name}", "GPU s", work=work, method=OFFLOADED)
+    return case(figure="ours/raw", limit=1.3), case(figure="ours/peer", limit=1.0)
+
+
+CASES: Final = (
+    GPU(MODEL, STEP, "ours/raw", 1.02, TRAINED, TRAINING),
+    GPU(MODEL, STEP, "ours/peer", 1.02, TRAINED, TRAINING),
+    GPU(f"{MODEL}, beside Fabric", STEP, "ours/peer", 1.02, BESIDE_FABRIC, FABRIC),
+    GPU("a small step", "GPU us per step", "ours - raw", 20.0, SMALL_STEPS, OVERHEAD, STEPS),
+    *offloaded_forwards("2 GB", Offloaded()),
+    *offloaded_forwards("2 GB in layers of 1 MiB", Offloaded(1 / 8)),
+    *offloaded_forwards("2 GB in layers of 16 MiB", Offloaded(1 / 2)),
+    *offloaded_forwards("2 GB in layers of 1 GiB", Offloaded(4)),
+    *offloaded_forwards("2 GB in bf16", Offloaded(dtype="bfloat16")),
+    GPU("forward of 2 GB offloaded to the disk", "GPU s", "ours/raw", 1.2, READ, FROM_DISK),
+    GPU("8 GB of weights to the device, beside safetensors", "GPU s", "ours/raw", 1.2, BESIDE_SAFETENSORS, LOADING),
+    GPU("8 GB of weights to the device", "GPU s", "ours/raw", 1.5, LOADED, LOADING),
+    GPU("8 GB of weights to the device", "GPU s", "ours/peer", 1.0, LOADED, LOADING),
+    GPU("a checkpoint behind a step", "GPU ms", "ours - raw", None, SAVED, SNAPSHOT),
+)

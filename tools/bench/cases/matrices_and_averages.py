@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import partial
 from typing import Any, Final
 
 from bench.case import Call, Case, Scope, Work
+from bench.cases.training import mesh
 
 MATRICES, WIDTH, AVERAGED = 12, 1024, 20
 
@@ -17,17 +18,6 @@ AVERAGE: Final = (
     "Averages: CPU time of an update of the average of the same sharded model, in rounds of 20; "
     '"raw" is `torch._foreach_lerp_` on the shards.'
 )
-
-
-@cache
-def mesh() -> Any:
-    """Both processes."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    return init_device_mesh("cpu", (2,))
 
 
 def matrices() -> Any:
@@ -107,24 +97,14 @@ def lerp_shards(scope: Scope) -> Call:
     return update
 
 
+MATRIX_STEPS: Final = Work(step_whole_matrices, raw=step_gathered_matrices, processes=2)
+UPDATES: Final = Work(update_average, raw=lerp_shards, processes=2)
+
+SHARDED: Final = partial(Case, "matrices and averages", figure="ours/raw")
+
 CASES: Final = (
-    Case(
-        "matrices and averages",
-        "Muon step of 12 sharded matrices, 2 processes",
-        "wall ms",
-        "ours/raw",
-        0.7,
-        Work(step_whole_matrices, raw=step_gathered_matrices, processes=2),
-        WHOLE,
-    ),
-    Case(
-        "matrices and averages",
-        "update of a sharded average, 2 processes",
-        "CPU us",
-        "ours/raw",
-        1.2,
-        Work(update_average, raw=lerp_shards, processes=2),
-        AVERAGE,
-        AVERAGED,
+    SHARDED("Muon step of 12 sharded matrices, 2 processes", "wall ms", limit=0.7, work=MATRIX_STEPS, method=WHOLE),
+    SHARDED(
+        "update of a sharded average, 2 processes", "CPU us", limit=1.2, work=UPDATES, method=AVERAGE, per=AVERAGED
     ),
 )

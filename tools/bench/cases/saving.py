@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
@@ -38,20 +38,24 @@ ROUNDS: Final = 5
 """Of each side in an interpreter: the time of a write varies more than that of anything else here."""
 
 
-def parts(stepped: bool = True) -> tuple[Any, Any]:
-    """A model and an optimizer, which has stepped unless `stepped` is false."""
+def parts() -> tuple[Any, Any]:
+    """A model and an optimizer."""
     import torch
     from torch import nn
 
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    optimizer = torch.optim.Adam(model.parameters(), foreach=True)
-    if stepped:
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        # As between two steps of a loop, and at the start of one that resumes.
-        optimizer.zero_grad()
+    return model, torch.optim.Adam(model.parameters(), foreach=True)
+
+
+def stepped(model: Any, optimizer: Any) -> tuple[Any, Any]:
+    """Both as between two steps of a loop, and at the start of one that resumes."""
+    import torch
+
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
     return model, optimizer
 
 
@@ -63,7 +67,7 @@ def training(flushed: bool = True) -> tuple[Any, Any, Any]:
 
     settings: dict[str, Any] = {} if flushed else {"project_config": ProjectConfiguration(fsync=False)}
     accelerator = Accelerator(cpu=True, **settings)
-    return accelerator, *accelerator.prepare(*parts())
+    return accelerator, *accelerator.prepare(*stepped(*parts()))
 
 
 def rested(call: Callable[[Path], object], folder: Path) -> Call:
@@ -76,6 +80,13 @@ def rested(call: Callable[[Path], object], folder: Path) -> Call:
         call(folder)
 
     return run
+
+
+def flush(paths: Iterable[Path]) -> None:
+    """Has the disk write files."""
+    for path in paths:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
 
 
 def save(flushed: bool, scope: Scope) -> Call:
@@ -95,9 +106,7 @@ def write(scope: Scope) -> Call:
         folder.mkdir()
         save_file(model.state_dict(), folder / "model.safetensors")
         torch.save(optimizer.optimizer.state_dict(), folder / "optimizer.bin")
-        for path in folder.iterdir():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+        flush(folder.iterdir())
 
     return rested(write, scope.folder / "raw")
 
@@ -134,18 +143,11 @@ def copy_by_hand(scope: Scope) -> Call:
 @cache
 def sharded_training() -> tuple[Any, Any, Any]:
     """An Accelerator with a model and an optimizer that has stepped, sharded over the processes."""
-    import torch
-
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    model, optimizer = accelerator.prepare(*parts(stepped=False))
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    return accelerator, model, optimizer
+    return accelerator, *stepped(*accelerator.prepare(*parts()))
 
 
 def together(call: Callable[[Path], object], folder: Path) -> Call:
@@ -184,9 +186,7 @@ def write_sharded(scope: Scope) -> Call:
         paths = {name: folder / f"{name}_{accelerator.process_index}.bin" for name in shards}
         for name, path in paths.items():
             torch.save(shards[name], path)
-        for path in paths.values():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+        flush(paths.values())
 
     return together(write, scope.folder / "raw_sharded")
 
@@ -200,42 +200,19 @@ def load(scope: Scope) -> Call:
     return lambda: accelerator.load_state(folder)
 
 
-SAVE: Final = partial(save, True)
-DURABLE: Final = Work(SAVE, raw=write, rounds=ROUNDS)
-
-
-def behind(name: str, once: bool = False) -> Case:
-    """A case of what an asynchronous save takes, beside a plain copy."""
-    work = Work(save_behind, raw=copy_by_hand, once=once, rounds=ROUNDS)
-    return Case(GROUP, f"async_save, {name}", "wall s", "ours/raw", 1.3, work, BEHIND)
-
-
-LOADING: Final = Work(load, load, once=True)
+DURABLE: Final = Work(partial(save, True), raw=write, rounds=ROUNDS)
+UNFLUSHED: Final = Work(partial(save, False), partial(save, False), rounds=ROUNDS)
+OF_FOUR: Final = Work(save_sharded, raw=write_sharded, processes=4, rounds=ROUNDS)
+FIRST_BEHIND: Final = Work(save_behind, raw=copy_by_hand, once=True, rounds=ROUNDS)
+LATER_BEHIND: Final = Work(save_behind, raw=copy_by_hand, rounds=ROUNDS)
+LOADED: Final = Work(load, load, once=True)
 
 CASES: Final = (
-    Case(
-        GROUP, "save_state, flushed and hashed", "wall s", "ours/raw", 1.0, Work(SAVE, raw=write, rounds=ROUNDS), SAVING
-    ),
-    Case(
-        GROUP,
-        "save_state, fsync=False",
-        "wall s",
-        "ours/peer",
-        1.15,
-        Work(partial(save, False), partial(save, False), rounds=ROUNDS),
-        SAVING,
-    ),
-    Case(
-        GROUP,
-        "save_state, 4 processes with shards",
-        "wall s",
-        "ours/raw",
-        1.15,
-        Work(save_sharded, raw=write_sharded, processes=4, rounds=ROUNDS),
-        SHARDED,
-    ),
-    behind("blocked by the first", once=True),
-    behind("blocked by each later"),
-    Case(GROUP, "load_state", "wall s", "ours/peer", 0.5, LOADING, FIRST),
-    Case(GROUP, "load_state, peak memory", "MB", "ours", 100.0, LOADING, PEAK),
+    Case(GROUP, "save_state, flushed and hashed", "wall s", "ours/raw", 1.0, DURABLE, SAVING),
+    Case(GROUP, "save_state, fsync=False", "wall s", "ours/peer", 1.15, UNFLUSHED, SAVING),
+    Case(GROUP, "save_state, 4 processes with shards", "wall s", "ours/raw", 1.15, OF_FOUR, SHARDED),
+    Case(GROUP, "async_save, blocked by the first", "wall s", "ours/raw", 1.3, FIRST_BEHIND, BEHIND),
+    Case(GROUP, "async_save, blocked by each later", "wall s", "ours/raw", 1.3, LATER_BEHIND, BEHIND),
+    Case(GROUP, "load_state", "wall s", "ours/peer", 0.5, LOADED, FIRST),
+    Case(GROUP, "load_state, peak memory", "MB", "ours", 100.0, LOADED, PEAK),
 )

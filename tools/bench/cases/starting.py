@@ -208,6 +208,10 @@ def first_step(options: tuple[str, ...], scope: Scope) -> Call:
 ONE: Final = ("--num_processes", "1")
 TWO: Final = ("--num_processes", "2")
 ON_CPU: Final = partial(launch, ("--cpu", *ONE))
+TWO_ON_CPU: Final = partial(launch, ("--cpu", *TWO))
+TWO_BY_ORIGINAL: Final = partial(launch, ("--multi_gpu", *TWO))
+BY_TORCHRUN: Final = partial(launch, ("--cpu", "--launcher", "torchrun", *TWO))
+OF_DROP_IN: Final = Work(partial(python, "import accelerate"), raw=partial(python, "import accel_torch"))
 
 BY_POLICY: Final = ("--cpu", "--restart_policy", "auto", "--max_restarts", "2")
 BY_COUNT: Final = ("--cpu", "--max_restarts", "2")
@@ -224,32 +228,14 @@ CASES: Final = (
     *imports("eight old names and Accelerator()", EIGHT, EIGHT, 0.9),
     *import_of("accel_state"),
     *import_of("accel_ops"),
-    Case(
-        "startup",
-        "import accelerate",
-        "CPU ms",
-        "ours/raw",
-        1.05,
-        Work(partial(python, "import accelerate"), raw=partial(python, "import accel_torch")),
-        DROP_IN,
-    ),
+    Case("startup", "import accelerate", "CPU ms", "ours/raw", 1.05, OF_DROP_IN, DROP_IN),
     *tells(("--help",), ("--help",), 12.0),
     *tells(("launch", "--help"), ("launch", "--help"), 14.0),
     *tells(("explain", "--config_file", "CONFIG"), ("--help",), 14.0),
     *tells(("env", "--light"), ("env",), 4.0),
     launched("launch, one process, to its first line", "ours/peer", 0.12, Work(ON_CPU, ON_CPU)),
-    launched(
-        "launch, two processes, to the first line",
-        "ours/peer",
-        0.08,
-        Work(partial(launch, ("--cpu", *TWO)), partial(launch, ("--multi_gpu", *TWO))),
-    ),
+    launched("launch, two processes, to the first line", "ours/peer", 0.08, Work(TWO_ON_CPU, TWO_BY_ORIGINAL)),
     restarts("restart after a SIGKILL, 2 processes, to the next step", 1.3, BY_POLICY),
     restarts("restart by torchrun after a SIGKILL, 2 processes, to the next step", None, BY_COUNT),
-    launched(
-        "launch through torchrun, to the first line",
-        "ours/raw",
-        1.1,
-        Work(partial(launch, ("--cpu", "--launcher", "torchrun", *TWO)), raw=torchrun),
-    ),
+    launched("launch through torchrun, to the first line", "ours/raw", 1.1, Work(BY_TORCHRUN, raw=torchrun)),
 )

@@ -451,6 +451,13 @@ def sharding(name: str, unit: str, how: Callable[[Shard, Scope], Call], limit: f
     return Case("sharding", f"FSDP2 {name}, 200 blocks, 2 processes", unit, "ours/raw", limit, work, SHARDING)
 
 
+US: Final = "CPU us per step"
+LOGS: Final = Work(log, raw=write)
+COMPARED: Final = (Work(partial(replicas, 100), raw=partial(replicas, None), processes=2), WATCHING)
+OPEN: Final = (Work(looked_at, raw=not_looked_at, processes=2), LOOKED_AT)
+COUNTED: Final = (Work(partial(accounted, True), raw=partial(accounted, False)), ACCOUNTED)
+WATCHED: Final = partial(Case, "watching", per=STEPS)
+
 CASES: Final = (
     *steps("full precision, accumulation 1", "no", 1, 6.0),
     *steps("full precision, accumulation 4", "no", 4, 6.0),
@@ -466,56 +473,16 @@ CASES: Final = (
     walk("ExponentialLR", lambda k, o: k.ExponentialLR(o, 0.99999)),
     walk("LinearLR", lambda k, o: k.LinearLR(o, 0.5, total_iters=HORIZON)),
     walk("PolynomialLR", lambda k, o: k.PolynomialLR(o, HORIZON, 2.0)),
-    Case(
-        "tracking",
-        "log of 20 numbers as a JSON line",
-        "CPU us",
-        "ours/raw",
-        2.0,
-        Work(log, raw=write),
-        LOGGING,
-        LOGGED,
-    ),
-    Case(
-        "watching",
-        "a step with replicas compared every 100 steps, 2 processes",
-        "wall ms",
-        "ours/raw",
-        1.01,
-        Work(partial(replicas, 100), raw=partial(replicas, None), processes=2),
-        WATCHING,
-        STEPS,
-    ),
-    Case(
-        "watching",
-        "a step that can be looked at from outside, 2 processes",
-        "CPU us per step",
-        "ours/raw",
-        1.01,
-        Work(looked_at, raw=not_looked_at, processes=2),
-        LOOKED_AT,
-        STEPS,
-    ),
-    Case(
-        "watching",
-        "a step whose time is accounted for (goodput)",
-        "CPU us per step",
-        "ours - raw",
-        1.0,
-        Work(partial(accounted, True), raw=partial(accounted, False)),
-        ACCOUNTED,
-        STEPS,
-    ),
+    Case("tracking", "log of 20 numbers as a JSON line", "CPU us", "ours/raw", 2.0, LOGS, LOGGING, LOGGED),
+    WATCHED("a step with replicas compared every 100 steps, 2 processes", "wall ms", "ours/raw", 1.01, *COMPARED),
+    WATCHED("a step that can be looked at from outside, 2 processes", US, "ours/raw", 1.01, *OPEN),
+    WATCHED("a step whose time is accounted for (goodput)", US, "ours - raw", 1.0, *COUNTED),
     sharding("prepare", "CPU ms", prepare_shards, 1.3),
     sharding("training step", "CPU ms", train_shards, 1.0),
     sharding("peak memory", "MB", train_from_nothing, 1.0, once=True),
     Case(
         "sharding",
         "FSDP2 init_module and prepare of a model of 2 GB, 2 processes: peak memory",
-        "MB",
-        "ours",
-        1208.0,
-        Work(build_in_shards, processes=2, once=True),
-        BUILDING,
+        *("MB", "ours", 1208.0, Work(build_in_shards, processes=2, once=True), BUILDING),
     ),
 )

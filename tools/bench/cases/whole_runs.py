@@ -310,57 +310,27 @@ def plain_evaluation(model: Any, data: Any) -> Call:
 
 
 EXITS: Final = partial(until_exit, "launched")
+FABRIC_EXITS: Final = partial(until_exit, "fabric")
+SAVES: Final = Work(partial(steps_behind_a_save, True), raw=partial(steps_behind_a_save, False), alone=True)
+EXIT: Final = "train digits on two processes, from launch to exit"
+
+WHOLE: Final = partial(Case, GROUP)
 
 CASES: Final = (
     training("digits", digits, EPOCHS, 1, 1.01),
     training("digits", digits, EPOCHS, 2, 1.02),
     training("char-GPT", characters, 1, 1, 1.01),
     training("char-GPT", characters, 1, 2, 1.02),
-    Case(
-        GROUP,
-        "train digits on two processes, from launch to exit",
-        "wall s",
-        "ours/peer",
-        1.0,
-        Work(EXITS, EXITS, alone=True),
-        END_TO_END,
-    ),
-    Case(
-        GROUP,
-        "train digits on two processes, from launch to exit, beside Fabric",
-        "wall s",
-        "ours/raw",
-        1.0,
-        Work(EXITS, raw=partial(until_exit, "fabric"), alone=True),
-        END_TO_END,
+    WHOLE(EXIT, "wall s", "ours/peer", 1.0, Work(EXITS, EXITS, alone=True), END_TO_END),
+    WHOLE(
+        f"{EXIT}, beside Fabric",
+        *("wall s", "ours/raw", 1.0, Work(EXITS, raw=FABRIC_EXITS, alone=True), END_TO_END),
         needs="fabric",
     ),
-    Case(
-        GROUP,
-        "an epoch of images, 2 workers",
-        "CPU ms",
-        "ours/raw",
-        1.02,
-        Work(images, raw=images),
-        IMAGES,
-    ),
-    Case(
-        GROUP,
-        "a step while an asynchronous save runs",
-        "wall ms",
-        "ours/raw",
-        1.05,
-        Work(partial(steps_behind_a_save, True), raw=partial(steps_behind_a_save, False), alone=True),
-        BEHIND,
-        SAVED_STEPS,
-    ),
-    Case(
-        GROUP,
+    WHOLE("an epoch of images, 2 workers", "CPU ms", "ours/raw", 1.02, Work(images, raw=images), IMAGES),
+    WHOLE("a step while an asynchronous save runs", "wall ms", "ours/raw", 1.05, SAVES, BEHIND, SAVED_STEPS),
+    WHOLE(
         "evaluate 10,000 samples, 2 processes",
-        "CPU ms",
-        "ours/raw",
-        1.05,
-        Work(evaluation, raw=evaluation, processes=2),
-        EVALUATING,
+        *("CPU ms", "ours/raw", 1.05, Work(evaluation, raw=evaluation, processes=2), EVALUATING),
     ),
 )

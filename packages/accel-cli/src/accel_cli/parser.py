@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from argparse import OPTIONAL, Action, ArgumentParser, HelpFormatter
+from argparse import OPTIONAL, REMAINDER, Action, ArgumentParser, HelpFormatter
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -67,9 +67,14 @@ class Parser(ArgumentParser):
             package = package_of(flag) if flag.startswith("--") and flag not in options else None
             if package is not None:
                 return install_remedy(package)
-            near = closest(flag, options) if flag.startswith("--") and "/" not in flag else None
-            if near is not None and near != flag:
-                return f"Did you mean {near}? {command} lists all options."
+            if flag.startswith("--") and "/" not in flag and flag not in options:
+                # Without dashes, which make short names look alike.
+                names = [option[2:] for option in options if option.startswith("--")]
+                near = closest(flag[2:], names)
+                hints = [f"Did you mean --{near}?"] if near else []
+                if any(action.nargs == REMAINDER for action in self._actions):
+                    hints.append(f"Options of the script follow its name: `{self.prog} script.py {flag}`.")
+                return " ".join([*hints, f"{command} lists all options."])
         return f"{command} lists all options."
 
 

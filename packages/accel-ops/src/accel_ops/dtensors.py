@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,23 +56,33 @@ def local_chunks(tensor: Any) -> list[LocalChunk]:
     local = tensor.to_local().detach()
     if any(placement.is_partial() for placement in tensor.placements):
         raise ValueError(f"A tensor with the placement {tensor.placements} is a sum, of which no process holds a part")
-    runs = [_runs(indexes) for indexes in _indexes(tensor)]
-    if tuple(local.shape) != tuple(sum(length for _, _, length in dimension) for dimension in runs):
+    runs = _runs(tensor)
+    if tuple(local.shape) != tuple(map(_length, runs)):
         raise ValueError(
             f"A shard of a tensor of shape {tuple(tensor.shape)} has shape {tuple(local.shape)}, which does not agree "
             f"with its placement {tensor.placements} on a mesh of shape {tuple(tensor.device_mesh.shape)}"
         )
     return [
         LocalChunk(
-            tuple(begin for begin, _, _ in box), local[tuple(slice(start, start + length) for _, start, length in box)]
+            tuple(run.first for _, run in box), local[tuple(slice(start, start + run.length) for start, run in box)]
         )
-        for box in itertools.product(*runs)
+        for box in itertools.product(*map(_placed, runs))
     ]
 
 
-def _indexes(tensor: Any) -> list[torch.Tensor]:
-    """For each dimension, the indexes of the full tensor that this process holds."""
-    mesh, held = tensor.device_mesh, [torch.arange(size) for size in tensor.shape]
+class _Run(NamedTuple):
+    """Consecutive indexes of a dimension of a full tensor."""
+
+    first: int
+    length: int
+
+
+def _runs(tensor: Any) -> list[list[_Run]]:
+    """For each dimension, the indexes of the full tensor that this process holds.
+
+    They are numbers, so that they are known also where tensors have no values.
+    """
+    mesh, held = tensor.device_mesh, [[_Run(0, size)] for size in tensor.shape]
     coordinate = mesh.get_coordinate()
     sharding = [(axis, one) for axis, one in enumerate(tensor.placements) if hasattr(one, "dim")]
     for dimension in range(len(held)):
@@ -83,24 +94,40 @@ def _indexes(tensor: Any) -> list[torch.Tensor]:
                 mine[position:] = [*mine[position + 1 :], (axis, 1)]
                 break
         for axis, factor in mine:
-            blocks = (block.chunk(mesh.size(axis)) for block in held[dimension].chunk(factor))
-            held[dimension] = torch.cat([_part(block, coordinate[axis]) for block in blocks])
+            blocks = [_chunk(held[dimension], factor, number) for number in range(factor)]
+            held[dimension] = _joined(
+                run for block in blocks for run in _chunk(block, mesh.size(axis), coordinate[axis])
+            )
     return held
 
 
-def _part(chunks: tuple[torch.Tensor, ...], position: int) -> torch.Tensor:
-    """One of the chunks of `torch.chunk`, which returns fewer if there are not enough elements."""
-    return chunks[position] if position < len(chunks) else chunks[0][:0]
+def _chunk(runs: Sequence[_Run], chunks: int, number: int) -> list[_Run]:
+    """One of the chunks that `torch.chunk` makes of some indexes; an empty one if there are not enough of them."""
+    size = -(-_length(runs) // chunks)
+    spans = (
+        (run.first - start, max(start, number * size), min(start + run.length, (number + 1) * size))
+        for start, run in _placed(runs)
+    )
+    return [_Run(shift + begin, end - begin) for shift, begin, end in spans if begin < end]
 
 
-def _runs(indexes: torch.Tensor) -> list[tuple[int, int, int]]:
-    """First index, position and length of each run of consecutive indexes."""
-    if not len(indexes):
-        return [(0, 0, 0)]
-    breaks = (indexes.diff() != 1).nonzero().flatten() + 1
-    starts = [0, *breaks.tolist()]
-    ends = [*starts[1:], len(indexes)]
-    return [(int(indexes[start]), start, end - start) for start, end in zip(starts, ends, strict=True)]
+def _joined(runs: Iterable[_Run]) -> list[_Run]:
+    """The same indexes with those in one run that follow each other; an empty run for none."""
+    joined = list[_Run]()
+    for run in runs:
+        if joined and run.first == sum(joined[-1]):
+            run = _Run(joined[-1].first, joined.pop().length + run.length)
+        joined.append(run)
+    return joined or [_Run(0, 0)]
+
+
+def _length(runs: Iterable[_Run]) -> int:
+    return sum(run.length for run in runs)
+
+
+def _placed(runs: Sequence[_Run]) -> Iterator[tuple[int, _Run]]:
+    """Each run with the position of its first index in the shard."""
+    return zip(itertools.accumulate((run.length for run in runs), initial=0), runs, strict=False)
 
 
 def write_full_tensor(tensor: Any, value: torch.Tensor) -> None:

@@ -380,7 +380,7 @@ class MicroBatch:
         else:
             accumulation.__enter__()
         for begin_micro_batch in accumulation.hooks.begin_micro_batch:
-            begin_micro_batch()
+            begin_micro_batch(self.models)
         if self.weight is not None:
             accumulation.set_weight(*accumulation.weight_of(self.weight, self.loss_reduction))
         elif accumulation.weighting is not None and accumulation.loss_weights is None and not accumulation.exact:

@@ -7,7 +7,7 @@ is not there, and no object has to wrap or replace another one's methods.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_plugins.wrapped.step_hooks import StepHooks
@@ -15,6 +15,7 @@ from accel_plugins.wrapped.step_hooks import StepHooks
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.amp import GradScaler
+    from torch.nn import Module
     from torch.optim import Optimizer
 
     from accel_plugins.bundle import Bundle
@@ -67,8 +68,8 @@ class Hook:
 
     # ------------------------------------------------------------------ steps
 
-    def begin_micro_batch(self) -> None:
-        """Called when a micro-batch has begun, and it is known whether its gradients are synchronised."""
+    def begin_micro_batch(self, models: Sequence[Module]) -> None:
+        """Called with the arguments of `accumulate`, when it is known whether gradients are synchronised."""
 
     def before_backward(self, loss: Tensor) -> None:
         """Called before each backward pass with the loss of the script, not yet divided."""
@@ -161,7 +162,7 @@ class Hooks(StepHooks):
     before_prepare: tuple[Callable[[Any, Bundle], None], ...] = ()
     after_prepare: tuple[Callable[[Any, Bundle], None], ...] = ()
     loader_prepared: tuple[Callable[[Any, Any], None], ...] = ()
-    begin_micro_batch: tuple[Callable[[], None], ...] = ()
+    begin_micro_batch: tuple[Callable[[Sequence[Module]], None], ...] = ()
     before_backward: tuple[Callable[[Tensor], None], ...] = ()
     after_backward: tuple[Callable[[Tensor], None], ...] = ()
     before_clip: tuple[Callable[[Any], None], ...] = ()

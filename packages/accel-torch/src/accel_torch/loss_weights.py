@@ -101,7 +101,7 @@ class LossWeights(Hook):
         self._backward = backward
         self._first, self._last = self._accumulation.first, self._accumulation.gradient.sync_gradients
 
-    def begin_micro_batch(self) -> None:
+    def begin_micro_batch(self, models: Sequence[Module]) -> None:
         """Compute what the last micro-batch left, if its block did not."""
         self.compute()
 

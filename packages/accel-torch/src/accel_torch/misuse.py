@@ -55,7 +55,7 @@ _MOST_OBJECTS: Final = 20_000
 
 
 class MisuseWarning(UserWarning):
-    """A mistake in the training loop changes what is trained."""
+    """A mistake in the training loop changes what is trained, or makes it slower."""
 
 
 _spent: list[Any] = []
@@ -164,13 +164,14 @@ class MisuseGuard(Hook):
         if not self.active:
             self._leave()
 
-    def begin_micro_batch(self) -> None:
-        """Detect a scheduler that stepped between two micro-batches of one accumulation window."""
+    def begin_micro_batch(self, models: Sequence[Module]) -> None:
+        """Detect what is not a model, and a scheduler that stepped between two micro-batches of one window."""
         if not self.active:
             self._leave()
             return
         if self._gradient.num_steps == 1:
             return
+        self._check_accumulated(models)
         self.backward_ran = self.backward_ran and self._between
         if self._schedulers is None:
             self._schedulers = self._unprepared_schedulers()
@@ -273,6 +274,17 @@ class MisuseGuard(Hook):
                     "Pass the optimizer to prepare() together with its model, or create it from the parameters of the "
                     "model that prepare() returned.",
                 )
+
+    def _check_accumulated(self, models: Sequence[object]) -> None:
+        """Detect an argument of `accumulate` that is not a model; the original accepts it, so scripts go on."""
+        others = [type(one).__name__ for one in models if not callable(one)]
+        if others:
+            self._warn(
+                "accumulated",
+                f"accelerator.accumulate() was called with {others[0]}, which is not a model.",
+                "It has no effect there: gradients of the model are sent between processes at every micro-batch.",
+                "Pass the models that prepare() returned: accumulate(model).",
+            )
 
     def _check_direct_step(self, optimizer: Optimizer, prepared: bool) -> None:
         """Detect a step of an unprepared optimizer, if that matters."""
