@@ -112,7 +112,7 @@ def test_two_machines_get_the_same_report(port):
 
 def test_a_machine_that_leaves_is_a_finding(port):
     results = []
-    host = threading.Thread(target=lambda: results.append(meet("127.0.0.1", port, 2, 60.0, MAIN)))
+    host = threading.Thread(target=lambda: results.append(meet("127.0.0.1", port, 2, 60.0, MAIN, 1.0)))
     host.start()
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False)
     # The main machine may not have arrived first.
