@@ -114,8 +114,6 @@ def test_a_read_only_project_folder_costs_the_records_alone(folder: Path) -> Non
     assert "Cannot write to the run's folder: " in finished.stderr
 
 
-# Not the others: a process that is forked elsewhere would not be in their namespace of mounts.
-@pytest.mark.usefixtures("preloaded_python")
 def test_two_runs_in_one_folder_end_both(folder: Path) -> None:
     runs: list[Finished] = []
     threads = [threading.Thread(target=lambda: runs.append(launched(folder))) for _ in range(2)]

@@ -11,6 +11,8 @@ import pytest
 from accel_cli.launch.outer_launch import WRITTEN
 from accel_cli.launch.request import request_of
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 ENVIRONMENT = """
 import json, os, sys
 named = ("ACCEL", "FSDP", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "PYTHONPATH")
@@ -100,7 +102,6 @@ def test_an_old_key_for_the_backward_prefetch_acts(launch):
     assert "has no effect" not in notes
 
 
-@pytest.mark.usefixtures("preloaded_python")
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_a_strategy_under_the_key_of_version_2_is_the_strategy_of_version_1(accel, script, tmp_path, strategy):
     table = f"fsdp_config:\n  fsdp_version: 1\n  fsdp_reshard_after_forward: {strategy}\n"
