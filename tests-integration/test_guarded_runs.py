@@ -11,7 +11,10 @@ import pytest
 
 from accel_testing.processes import Finished, run_command
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+    pytest.mark.usefixtures("preloaded_python"),
+]
 
 SCRIPT = """
 import subprocess, sys

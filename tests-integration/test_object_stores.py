@@ -359,7 +359,7 @@ def test_keys_that_have_expired_are_named(url: str, proxy: Proxy, tmp_path: Path
 def test_a_run_goes_on_while_its_store_fails_and_loses_no_checkpoint(
     url: str, proxy: Proxy, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str, told: str
 ) -> None:
-    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, remote=url, deadline=20.0)
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, remote=url, deadline=10.0)
     accelerator = Accelerator(cpu=True, project_config=project)
     model = accelerator.prepare(nn.Linear(2, 2))
     weight = model.weight.detach().clone()

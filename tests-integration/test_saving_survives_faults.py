@@ -18,19 +18,25 @@ from injected.killing import Life
 
 TRACED = tracing.obstacle(errors=True)
 
-# Those of hangs wait for deadlines; accel-ops and accel-cli have quick tests of hangs. Of the kinds of runs, each is
-# hit by SIGKILL; a failing call and a loss of power hit the runs in which what follows them differs: the others go
-# through the same code after them. Of two processes, the quick tests hit the second.
+# One sweep for each class of faults runs here. Those of hangs wait for deadlines; accel-ops and accel-cli have quick
+# tests of hangs. Of the kinds of runs, each is hit by SIGKILL; a full disk, a failing call and a loss of power hit the
+# runs in which what follows them differs: the others go through the same code after them. A file system without
+# rename-exchange is that of one kill, one writer and one neighbour. Of two processes, the quick tests hit the second.
 SLOW = (
     "hang",
     "a new checkpoint, the oldest removed: EIO",
     "over an existing name: EIO",
     "over an existing name, no rename-exchange: EIO",
+    "over an existing name, no rename-exchange: disk full",
     "over an existing name, no rename-exchange: loss of power",
     "shards of FSDP: EIO",
+    "shards of FSDP: disk full",
+    "shards of FSDP: loss of power",
     "shards of FSDP on two processes",
     "two processes, the first",
     "two processes over",
+    "a second PID namespace with the same host name",
+    "killed at random moments beside loads, no rename-exchange",
 )
 SWEEPS = [pytest.param(name, marks=pytest.mark.slow if name.startswith(SLOW) else ()) for name in reliability.SWEEPS]
 
@@ -41,6 +47,7 @@ EVERY: Mapping[str, int] = {
     "files of every kind": 36,
     "read: gadgets in a `.metadata`": 53,
     "read": 101,
+    "killed at random moments of continuous": 54,
     "": 18,
 }
 """One place in so many is hit, by the first word that the name of a sweep begins with."""

@@ -22,7 +22,7 @@ def epochs(batches: str, processes: int) -> list[tuple[float, int, int, int]]:
     """Loss, characters, steps and percent of places without a label of each epoch."""
     launch = ["-m", "accel_cli.main", "launch", "--cpu", "--num_processes", str(processes)]
     run = run_command(
-        [sys.executable, *launch, SCRIPT, "--batches", batches, "--paragraphs", "300"],
+        [sys.executable, *launch, SCRIPT, "--batches", batches, "--paragraphs", "200"],
         timeout=240,
         env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,12 @@ COUNTS = (1, 2)
 Outcomes = dict[str, list[Any]]
 """For each case, the outcome on every process."""
 
-NEVER = {"raises": "nothing: it did not end"}
-"""The outcome of a case that a process did not finish."""
+OUTPUT_LENGTH = 3000
+"""Characters of the end of a process's output that an error shows."""
+
+
+class PlayFailed(Exception):
+    """A process died or did not end; the message has the exit code and the last output of every rank."""
 
 
 def topics() -> list[str]:
@@ -36,7 +41,11 @@ def topics() -> list[str]:
 
 
 def played(python: str, processes: int, only: list[str] | None = None, timeout: float = 300) -> Outcomes:
-    """Runs topics (all if none is named) with a Python on a number of processes."""
+    """Runs topics (all if none is named) with a Python on a number of processes.
+
+    Raises:
+        PlayFailed: not every process ended with exit code 0 within `timeout` seconds.
+    """
     port = ReservedPort()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ending:
         ending.callback(port.release)
@@ -49,27 +58,40 @@ def played(python: str, processes: int, only: list[str] | None = None, timeout: 
                 # Do not resolve the link: its path identifies the virtual environment.
                 command = [os.path.abspath(python), str(FOLDER / "play.py"), str(file), *(only or topics())]
                 started.append(subprocess.Popen(command, env={**common, **place}, cwd=folder, stdout=text, stderr=text))
-        if not _ended(started, timeout):
-            for file in files:
-                print(f"{file.stem}:\n{file.with_suffix('.txt').read_text()[-3000:]}", file=sys.stderr)
-        return _collected([_lines(file) for file in files])
+        codes = _exit_codes(started, timeout)
+        if codes != [0] * processes:
+            raise PlayFailed("\n".join(map(_ending, range(processes), codes, files)))
+        ranks = [_lines(file) for file in files]
+        return {case: [rank[case] for rank in ranks] for case in ranks[0]}
 
 
-def _ended(started: list[subprocess.Popen[bytes]], timeout: float) -> bool:
-    """Whether all processes succeeded in time; ends those that remain."""
+def _exit_codes(started: list[subprocess.Popen[bytes]], timeout: float) -> list[int | None]:
+    """The exit code of each process, or None for one that still ran at the timeout; ends those that remain."""
+    deadline = time.monotonic() + timeout
     try:
-        return {process.wait(timeout) for process in started} == {0}
-    except subprocess.TimeoutExpired:
-        return False
+        return [_exit_code(process, deadline - time.monotonic()) for process in started]
     finally:
         for process in started:
             process.kill()
             process.wait()
 
 
+def _exit_code(process: subprocess.Popen[bytes], timeout: float) -> int | None:
+    try:
+        return process.wait(max(timeout, 0))
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _ending(rank: int, code: int | None, file: Path) -> str:
+    """How a rank ended, and what it printed last."""
+    how = "was still busy" if code is None else f"ended with exit code {code}"
+    return f"--- rank {rank} {how} ---\n{file.with_suffix('.txt').read_text(errors='replace')[-OUTPUT_LENGTH:]}"
+
+
 def _environment(processes: int, port: int) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCEL", "PYTHONPATH"))}
-    common = {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("ACCEL", "PYTHONPATH"))}
+    common = {**inherited, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"}
     if processes == 1:
         return common
     place = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
@@ -79,11 +101,6 @@ def _environment(processes: int, port: int) -> dict[str, str]:
 def _lines(file: Path) -> dict[str, Any]:
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     return {line["case"]: line["outcome"] for line in map(json.loads, text.splitlines())}
-
-
-def _collected(ranks: list[dict[str, Any]]) -> Outcomes:
-    names = {name: None for rank in ranks for name in rank}
-    return {name: [rank.get(name, NEVER) for rank in ranks] for name in names}
 
 
 def alike(one: Any, other: Any) -> bool:
@@ -106,21 +123,21 @@ def main(arguments: list[str]) -> int:
     what.add_argument("--record", metavar="PYTHON", help="has the original library")
     what.add_argument("--show", metavar="PYTHON", help="has a library to compare")
     parser.add_argument("topics", nargs="*", help="all when left out")
-    given = parser.parse_args(arguments)
-    known: dict[str, Outcomes] = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.exists() else {}
+    options = parser.parse_args(arguments)
+    recorded: dict[str, Outcomes] = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.exists() else {}
     for count in COUNTS:
-        found = played(given.record or given.show, count, given.topics)
-        before = known.setdefault(str(count), {})
-        if given.record:
-            played_now = given.topics or topics()
-            kept = {name: made for name, made in before.items() if name.partition(".")[0] not in played_now}
-            known[str(count)] = {**kept, **found}
+        outcomes = played(options.record or options.show, count, options.topics)
+        before = recorded.setdefault(str(count), {})
+        if options.record:
+            replaced = options.topics or topics()
+            others = {case: values for case, values in before.items() if case.partition(".")[0] not in replaced}
+            recorded[str(count)] = {**others, **outcomes}
             continue
-        for name, outcomes in found.items():
-            if not alike(outcomes, before.get(name)):
-                print(f"{name}, {count} processes\n    here     {outcomes}\n    recorded {before.get(name)}")
-    if given.record:
-        RECORDED.write_text(json.dumps(known, indent=0, sort_keys=True) + "\n", encoding="utf-8")
+        for case, values in outcomes.items():
+            if not alike(values, before.get(case)):
+                print(f"{case}, {count} processes\n    here     {values}\n    recorded {before.get(case)}")
+    if options.record:
+        RECORDED.write_text(json.dumps(recorded, indent=0, sort_keys=True) + "\n", encoding="utf-8")
     return 0
 
 

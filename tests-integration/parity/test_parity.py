@@ -9,25 +9,40 @@ import json
 import os
 import re
 import sys
+import textwrap
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from parity import RECORDED, Outcomes, alike, played, topics
+from parity import COUNTS, RECORDED, Outcomes, PlayFailed, alike, played, topics
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "differences.md"
 ORIGINAL = os.environ.get("ACCEL_ORIGINAL_PYTHON")
 
-KNOWN: dict[str, Outcomes] = json.loads(RECORDED.read_text(encoding="utf-8"))
-CASES = [(int(count), name) for count, outcomes in KNOWN.items() for name in outcomes]
+IN_THE_ORIGINAL: dict[str, Outcomes] = json.loads(RECORDED.read_text(encoding="utf-8"))
+CASES = [(int(count), name) for count, outcomes in IN_THE_ORIGINAL.items() for name in outcomes]
 
 pytestmark = pytest.mark.timeout(700)
 
 
 @cache
+def plays() -> dict[int, Future[Outcomes]]:
+    """The runs on each number of processes; they wait for each other's processes most of the time, so side by side."""
+    pool = ThreadPoolExecutor(len(COUNTS))
+    runs = {processes: pool.submit(played, sys.executable, processes) for processes in COUNTS}
+    pool.shutdown(wait=False)
+    return runs
+
+
 def ours(processes: int) -> Outcomes:
-    return played(sys.executable, processes)
+    """The outcomes here; fails with the output of the processes in every test that needs a run that failed."""
+    run = plays()[processes]
+    error = run.exception()
+    if error is not None:
+        pytest.fail(f"{type(error).__name__} on {processes} processes:\n{error}", pytrace=False)
+    return run.result()
 
 
 def documented() -> dict[str, set[int]]:
@@ -38,7 +53,7 @@ def documented() -> dict[str, set[int]]:
 
 @pytest.mark.parametrize(("processes", "name"), CASES, ids=lambda value: str(value))
 def test_it_comes_to_the_same_unless_told(processes: int, name: str) -> None:
-    here, original = ours(processes).get(name), KNOWN[str(processes)][name]
+    here, original = ours(processes).get(name), IN_THE_ORIGINAL[str(processes)][name]
     if processes in documented().get(name, ()):
         assert not alike(here, original), "it is the same by now: take it out of the document"
     else:
@@ -58,8 +73,34 @@ def test_every_script_is_recorded_and_every_difference_is_one_of_a_script() -> N
 def test_the_original_still_comes_to_what_is_recorded(processes: int) -> None:
     assert ORIGINAL is not None
     now = played(ORIGINAL, processes)
-    different = [name for name, outcomes in KNOWN[str(processes)].items() if not alike(outcomes, now.get(name))]
+    recorded = IN_THE_ORIGINAL[str(processes)]
+    different = [name for name, outcomes in recorded.items() if not alike(outcomes, now.get(name))]
     assert different == []
+
+
+def test_a_run_that_fails_shows_the_exit_code_and_the_last_output_of_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    player = """
+        import os, signal
+        print("the last words of rank", os.environ["RANK"], flush=True)
+        os._exit(3) if os.environ["RANK"] == "0" else os.kill(os.getpid(), signal.SIGKILL)
+    """
+    (tmp_path / "play.py").write_text(textwrap.dedent(player), encoding="utf-8")
+    monkeypatch.setattr("parity.FOLDER", tmp_path)
+    with pytest.raises(PlayFailed) as failure:
+        played(sys.executable, 2, ["collectives"])
+    assert str(failure.value).splitlines() == [
+        *("--- rank 0 ended with exit code 3 ---", "the last words of rank 0", ""),
+        *("--- rank 1 ended with exit code -9 ---", "the last words of rank 1"),
+    ]
+
+
+def test_a_run_that_hangs_shows_which_rank_was_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "play.py").write_text("import time\ntime.sleep(600)", encoding="utf-8")
+    monkeypatch.setattr("parity.FOLDER", tmp_path)
+    with pytest.raises(PlayFailed, match="rank 0 was still busy"):
+        played(sys.executable, 1, ["collectives"], timeout=0)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ import pytest
 from accel_cli.launch.outer_launch import WRITTEN
 from accel_cli.launch.request import request_of
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 ENVIRONMENT = """
 import json, os, sys
 named = ("ACCEL", "FSDP", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "PYTHONPATH")

@@ -26,6 +26,8 @@ from accel_cli.launch.addresses import is_own_address
 from accel_state.errors import LaunchError, SettingError
 from accel_testing.processes import ReservedPort
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 MAIN = Member(0, "alpha", {"torch": "2.13.0"}, {"num_processes": "4"})
 SECOND = Member(1, "beta", {"torch": "2.13.0"}, {"num_processes": "4"})
 
@@ -110,7 +112,7 @@ def test_two_machines_get_the_same_report(port):
 
 def test_a_machine_that_leaves_is_a_finding(port):
     results = []
-    host = threading.Thread(target=lambda: results.append(meet("127.0.0.1", port, 2, 60.0, MAIN)))
+    host = threading.Thread(target=lambda: results.append(meet("127.0.0.1", port, 2, 60.0, MAIN, 1.0)))
     host.start()
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False)
     # The main machine may not have arrived first.
@@ -182,7 +184,7 @@ def test_is_own_address():
     assert not is_own_address("no-such-host.invalid")
 
 
-def test_a_healthy_machine(accel):
+def test_a_healthy_machine(accel, new_python):
     finished = accel("doctor", "--json")
     findings = json.loads(finished.stdout)
     assert finished.returncode == 0, finished.stdout
@@ -190,7 +192,7 @@ def test_a_healthy_machine(accel):
     assert len(findings) >= len(EXAMINATIONS) - 2
 
 
-def test_a_broken_machine(accel, tmp_path):
+def test_a_broken_machine(accel, tmp_path, new_python):
     (tmp_path / "shadow").mkdir()
     (tmp_path / "shadow" / "torch.py").write_text("raise ImportError('libcudart.so.99 is missing')")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -266,7 +268,7 @@ def test_nodes_need_a_launch_on_several_machines(accel):
 
 
 @pytest.fixture
-def cable():
+def cable(new_python):
     """Two network namespaces with a cable between them: names, and addresses."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("network namespaces need the program ip and root")

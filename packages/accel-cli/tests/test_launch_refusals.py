@@ -6,6 +6,9 @@ import json
 
 import pytest
 
+# The doctor imports torch in a process of its own.
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 
 def refused(finished):
     assert (finished.returncode, finished.stdout) == (2, "")

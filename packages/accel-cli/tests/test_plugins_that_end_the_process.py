@@ -14,6 +14,8 @@ import pytest
 from accel_cli.main import main
 from accel_state.errors import AccelError
 
+pytestmark = pytest.mark.usefixtures("preloaded_python")
+
 ESCAPE = "\x1b[2Jgone"
 
 BODIES = {"exits": "import sys\nsys.exit(7)", "escapes": f"raise ImportError({ESCAPE!r})"}

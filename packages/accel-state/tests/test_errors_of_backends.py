@@ -20,7 +20,7 @@ from accel_state.uncaught import explain_backend_error
 from accel_testing.processes import Processes, ReservedPort
 
 HERE = Path(__file__).name
-TIMEOUT = 20.0
+TIMEOUT = 10.0
 
 
 def has_met() -> None:

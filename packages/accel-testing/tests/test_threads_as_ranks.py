@@ -95,7 +95,7 @@ def one_stays_away() -> None:
 
 def test_ranks_that_wait_too_long_are_shown_where_they_are() -> None:
     with pytest.raises(ProcessesFailed, match=r"was still busy(.|\n)*one_stays_away") as failed:
-        run_as_threads(3, one_stays_away, timeout=10.0)
+        run_as_threads(3, one_stays_away, timeout=3.0)
     assert [outcome.rank for outcome in failed.value.outcomes if outcome.hung] == [0, 2]
     assert run_as_threads(2, place)[0][0] == 0
 

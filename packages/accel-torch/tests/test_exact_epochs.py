@@ -29,11 +29,6 @@ from accel_torch import (
 )
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
-def group(request: pytest.FixtureRequest, processes: Callable[[int], Processes]) -> Processes:
-    return processes(request.param)
-
-
 def sample(index: int) -> dict[str, Tensor]:
     """A sample of its own length, with values that depend on its index."""
     generator = torch.Generator().manual_seed(index)
@@ -270,36 +265,43 @@ def train_all(cases: list[Case]) -> list[dict[str, Any]]:
     return [train(*case) for case in cases]
 
 
+# How samples are divided does not depend on the backend. Two processes are the case of an even number once more.
+RUNS = [
+    *((1, "single"), (3, "fsdp2"), (4, "ddp")),
+    *(pytest.param(*run, marks=pytest.mark.slow) for run in ((2, "ddp"), (2, "fsdp2"), (3, "ddp"), (4, "fsdp2"))),
+]
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
-def test_gradients_are_those_of_one_process(group: Processes, backend: str, kind: str) -> None:
-    if kind == "late streams" and group.count < 3:
+@pytest.mark.parametrize(("count", "backend"), RUNS)
+def test_gradients_are_those_of_one_process(
+    processes: Callable[[int], Processes], count: int, backend: str, kind: str
+) -> None:
+    if kind == "late streams" and count < 3:
         pytest.skip("no process has data")
-    backend = "single" if group.count == 1 else backend
     double = torch.float64
     check(
-        group,
+        processes(count),
         [
             (backend, kind, 1, double, False, False),
-            (backend, kind, 1, double, True, True),
             (backend, kind, 3, double, True, False),
             (backend, kind, 2, double, True, True),
             (backend, kind, 2, torch.float32, True, False),
-            (backend, kind, 1, torch.float32, False, False),
         ],
     )
 
 
-@pytest.mark.parametrize(("backend", "world"), [("tp", "two"), ("tp of four", "four"), ("fsdp2 x tp", "four")])
+@pytest.mark.parametrize(
+    ("backend", "count"), [("tp", 2), pytest.param("tp of four", 4, marks=pytest.mark.slow), ("fsdp2 x tp", 4)]
+)
 def test_processes_of_a_tensor_parallel_group_count_each_sample_once(
-    backend: str, world: str, request: pytest.FixtureRequest
+    backend: str, count: int, processes: Callable[[int], Processes]
 ) -> None:
-    group: Processes = request.getfixturevalue(world)
-    ways = [(1, False, False), (1, True, True), (3, True, False), (2, True, True)]
+    ways = [(1, False, False), (2, True, True)]
     # Alone in its group of readers, a stream is not divided.
     kinds = [kind for kind in KINDS if kind not in (OWN_COUNTS if backend.startswith("tp") else ("late streams",))]
     cases = [(backend, kind, steps, torch.float64, block, clips) for kind in kinds for steps, block, clips in ways]
-    check(group, cases, 4 if backend == "tp of four" else 2)
+    check(processes(count), cases, 4 if backend == "tp of four" else 2)
 
 
 class Draws(nn.Module):

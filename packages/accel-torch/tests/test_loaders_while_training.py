@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -156,11 +156,9 @@ def trained_all(backend: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.filterwarnings("ignore:.*len\\(\\) reports")
-@pytest.mark.parametrize("backend", ["ddp", "fsdp2"])
-@pytest.mark.parametrize(("world", "count"), [("one", 1), ("two", 2), ("three", 3)])
-def test_every_kind_of_loader(backend: str, world: str, count: int, request: pytest.FixtureRequest) -> None:
-    processes: Processes = request.getfixturevalue(world)
-    everyones = processes.run(trained_all, "single" if count == 1 else backend)
+@pytest.mark.parametrize(("count", "backend"), [(1, "single"), (2, "fsdp2"), (3, "ddp")])
+def test_every_kind_of_loader(count: int, backend: str, processes: Callable[[int], Processes]) -> None:
+    everyones = processes(count).run(trained_all, backend)
     for name in everyones[0]:
         kind, length = name.rpartition(" ")[0], int(name.rpartition(" ")[2])
         for rank, answer in enumerate(each[name] for each in everyones):

@@ -18,12 +18,20 @@ from typing import Any, Final
 __all__ = ("CONNECTION_TIMEOUT_S", "meet")
 
 CONNECTION_TIMEOUT_S: Final = 5.0
-"""Seconds within which one machine must accept a connection of another."""
+"""Seconds within which one machine must accept a connection of another, if `meet` is given no other number."""
 
 _POLL_INTERVAL_S: Final = 0.1
 
 
-def meet(host: str, port: int, machines: int, timeout: float, serves: bool, member: dict[str, Any]) -> list[Any]:
+def meet(
+    host: str,
+    port: int,
+    machines: int,
+    timeout: float,
+    serves: bool,
+    member: dict[str, Any],
+    connection_timeout: float,
+) -> list[Any]:
     """Connect to the other machines, and each to every other; return all members with whom each cannot reach.
 
     Args:
@@ -33,6 +41,7 @@ def meet(host: str, port: int, machines: int, timeout: float, serves: bool, memb
         timeout: seconds to wait for them.
         serves: whether this is the main machine.
         member: the rank and the facts about this machine.
+        connection_timeout: seconds within which one machine must accept a connection of another.
 
     Raises:
         RuntimeError: the port is in use, or the main machine cannot be reached.
@@ -45,7 +54,7 @@ def meet(host: str, port: int, machines: int, timeout: float, serves: bool, memb
 
     deadline = time.monotonic() + timeout
     # Each machine may wait for a connection to each of the others.
-    patience = CONNECTION_TIMEOUT_S * (2 * machines + 2)
+    patience = connection_timeout * (2 * machines + 2)
     with ExitStack() as stack:
         listener = stack.enter_context(_listen())
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -61,9 +70,9 @@ def meet(host: str, port: int, machines: int, timeout: float, serves: bool, memb
         left = timedelta(seconds=max(deadline - time.monotonic(), 0.0) + patience)
         store.wait(["count"], left)
         members = [json.loads(store.get(f"member {one}")) for one in range(int(store.get("count")))]
-        own["unreachable"] = {
-            str(other["rank"]): reason for one, other in enumerate(members) if one != number and (reason := _try(other))
-        }
+        others = [other for one, other in enumerate(members) if one != number]
+        reasons = [(str(other["rank"]), _try(other, connection_timeout)) for other in others]
+        own["unreachable"] = {rank: reason for rank, reason in reasons if reason}
         store.set(f"unreachable {number}", json.dumps(own["unreachable"]))
         for one, other in enumerate(members):
             try:
@@ -74,7 +83,7 @@ def meet(host: str, port: int, machines: int, timeout: float, serves: bool, memb
         done = store.add("done", 1)
         if serves and done < len(members):
             # The store ends with this process.
-            _wait_for(store, "done", len(members), time.monotonic() + CONNECTION_TIMEOUT_S)
+            _wait_for(store, "done", len(members), time.monotonic() + connection_timeout)
     return members
 
 
@@ -89,10 +98,10 @@ def _wait_for(store: Any, key: str, count: int, deadline: float) -> None:
         time.sleep(_POLL_INTERVAL_S)
 
 
-def _try(member: dict[str, Any]) -> str:
+def _try(member: dict[str, Any], timeout: float) -> str:
     """The reason why a machine cannot be reached; empty if it can."""
     try:
-        socket.create_connection((member["address"], member["port"]), CONNECTION_TIMEOUT_S).close()
+        socket.create_connection((member["address"], member["port"]), timeout).close()
     except OSError as error:
         return str(error)
     return ""

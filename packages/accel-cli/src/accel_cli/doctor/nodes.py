@@ -129,7 +129,14 @@ def _differences(main: Member, member: Member) -> Iterator[Finding]:
                 yield Finding(subject, verdict, message, remedy)
 
 
-def meet(host: str, port: int, machines: int, timeout: float, me: Member) -> list[Finding]:
+def meet(
+    host: str,
+    port: int,
+    machines: int,
+    timeout: float,
+    me: Member,
+    connection_timeout: float = CONNECTION_TIMEOUT_S,
+) -> list[Finding]:
     """Connect to the other machines, and return the problems between them.
 
     Args:
@@ -138,6 +145,7 @@ def meet(host: str, port: int, machines: int, timeout: float, me: Member) -> lis
         machines: number of machines.
         timeout: seconds to wait for them.
         me: this machine.
+        connection_timeout: seconds within which one machine must accept a connection of another.
 
     Raises:
         LaunchError: the port is in use, or the main machine cannot be reached.
@@ -146,13 +154,14 @@ def meet(host: str, port: int, machines: int, timeout: float, me: Member) -> lis
 
     # A second machine with rank 0 joins as a client, so that the finding names both.
     serves = me.rank == 0 and is_own_address(host)
-    meeting = {"host": host, "port": port, "machines": machines, "timeout": timeout, "serves": serves}
+    place = {"host": host, "port": port, "machines": machines, "serves": serves}
+    meeting = {**place, "timeout": timeout, "connection_timeout": connection_timeout}
     done = subprocess.run(
         [sys.executable, _MEETING_SCRIPT],
         input=json.dumps({**meeting, "member": {name: getattr(me, name) for name in _FACT_SHAPES}}),
         capture_output=True,
         text=True,
-        timeout=timeout + _MEETING_TIMEOUT_S + CONNECTION_TIMEOUT_S * (2 * machines + 2) * (machines + 1),
+        timeout=timeout + _MEETING_TIMEOUT_S + connection_timeout * (2 * machines + 2) * (machines + 1),
         env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
     )
     answer = (done.stdout.strip().splitlines() or [""])[-1]
