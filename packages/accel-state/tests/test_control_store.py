@@ -357,6 +357,33 @@ except StoreUnreachable:
     assert (output, ending.returncode) == ("left\n", 0)
 
 
+OPENING = """
+import threading, time
+import torch.distributed as dist
+from accel_state.errors import StoreUnreachable
+from accel_state.transport.control import ControlStore
+
+class SlowNameServer:
+    def clone(self):
+        begun.set()
+        time.sleep(4)
+        print("opened", flush=True)
+        return dist.HashStore()
+
+begun = threading.Event()
+try:
+    ControlStore(SlowNameServer(), 0, secret="s").check(["a"], 0.1)
+except StoreUnreachable:
+    begun.wait()
+    print("left", flush=True)
+"""
+
+
+def test_a_process_waits_at_its_end_for_a_connection_that_is_being_opened() -> None:
+    ended = subprocess.run([sys.executable, "-c", OPENING], capture_output=True, text=True, timeout=PATIENT)
+    assert (ended.stdout, ended.returncode) == ("left\nopened\n", 0), ended.stderr
+
+
 POLLING = """
 import threading
 import torch.distributed as dist

@@ -51,6 +51,9 @@ _EXIT_TIMEOUT_S: Final = 2.0
 """Seconds for which the interpreter, at its end, waits for open requests: a thread that returned from C++ later would
 abort the process (before Python 3.14)."""
 
+_OPENING_EXIT_TIMEOUT_S: Final = 12.0
+"""The same for connections that are being opened: the time in which torch asks a name server twice in vain."""
+
 
 class ControlStore:
     """The control messages of one process; several threads may send, read and wait at the same time.
@@ -340,15 +343,17 @@ class _Connection:
     Attributes:
         store: that store, then the connection.
         error: why it cannot be opened.
-        under_way: the request that the thread has begun, or its opening; None between requests.
+        opened: done when it is open, or cannot be opened.
+        under_way: the request that the thread has begun; None between requests.
         requests: requests in the order in which they are made; None ends the thread.
     """
 
-    __slots__ = ("__weakref__", "_free", "error", "requests", "store", "thread", "under_way")
+    __slots__ = ("__weakref__", "_free", "error", "opened", "requests", "store", "thread", "under_way")
 
     def __init__(self, store: Any, free: queue.SimpleQueue[_Connection]) -> None:
         self.store = store
         self.error: Exception | None = None
+        self.opened: Future[None] = Future()
         self.under_way: Future[Any] | None = None
         self.requests: queue.SimpleQueue[tuple[Future[Any], Callable[[Any], Any]] | None] = queue.SimpleQueue()
         self._free = free
@@ -361,15 +366,12 @@ class _Connection:
         self.requests.put(None)
 
     def _run(self) -> None:
-        opened: Future[Any] = Future()
-        self.under_way = opened
         try:
             _refuse_at_the_end()
             self.store = _connect(self.store)
         except Exception as error:
             self.error = error
-        opened.set_result(None)
-        self.under_way = None
+        self.opened.set_result(None)
         self._free.put(self)
         if self.error is not None:
             return
@@ -408,7 +410,7 @@ _ending: Final[list[bool]] = []
 @atexit.register
 def _wait_for_requests() -> None:
     _ending.append(True)
-    until = time.monotonic() + _EXIT_TIMEOUT_S
-    for request in [connection.under_way for connection in list(_connections)]:
-        if request is not None:
-            wait([request], max(until - time.monotonic(), 0.0))
+    connections = list(_connections)
+    under_way = [connection.under_way for connection in connections]
+    wait([request for request in under_way if request is not None], _EXIT_TIMEOUT_S)
+    wait([connection.opened for connection in connections], _OPENING_EXIT_TIMEOUT_S)
