@@ -86,7 +86,7 @@ def in_venv(session: nox.Session, row: dict[str, Any]) -> None:
     for command in row["commands"]:
         words = [part for word in shlex.split(command) for part in given(session, word)]
         if words[0] == "pytest":
-            # More processes than cores of a small machine: tests wait for processes that they start about half of the time.
+            # Tests wait about half of the time for processes that they start.
             words = ["python", "-m", "pytest", "-n", "4", "--dist", "loadfile", *words[1:]]
         run(session, *words)
 

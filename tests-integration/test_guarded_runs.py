@@ -42,7 +42,11 @@ for step, inputs in enumerate(loader, 1):
     optimizer.zero_grad()
 if accelerator.is_main_process:
     status = [sys.executable, "-m", "accel_cli.main", "runs", "status", "run", *sys.argv[3:]]
-    Path("status.json").write_text(subprocess.run([*status, "--json"], capture_output=True, text=True).stdout)
+    text = ""
+    # Processes publish their status about once a second.
+    while text.count("nonfinite") < 2:
+        text = subprocess.run([*status, "--json"], capture_output=True, text=True, check=True).stdout
+    Path("status.json").write_text(text)
     Path("status.txt").write_text(subprocess.run(status, capture_output=True, text=True).stdout)
 accelerator.wait_for_everyone()
 """

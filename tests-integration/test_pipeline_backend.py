@@ -48,6 +48,7 @@ def importable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         sys.path.remove(folder)
 
 
+@pytest.mark.usefixtures("importable")
 class PipelineSuite(BackendSuite):
     target = "accel_backend_pipeline.manifest:MANIFEST"
     model = MODEL

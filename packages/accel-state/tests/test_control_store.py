@@ -287,6 +287,28 @@ def test_a_request_takes_a_connection_that_becomes_free_while_another_is_being_o
     slow.answers.set()
 
 
+def test_threads_that_wait_for_each_others_messages_all_get_connections() -> None:
+    missed = []
+
+    def talk(store: ControlStore, sent: str, received: str) -> None:
+        for number in range(3):
+            store.set(f"{sent}/{number}", b"", PATIENT)
+            if not store.receive([f"{received}/{number}"], 20):
+                missed.append(received)
+
+    for _ in range(200):
+        store = ControlStore(dist.HashStore(), 0, secret="s")
+        pairs = [(f"{pair}a", f"{pair}b") for pair in range(3)]
+        threads = [
+            threading.Thread(target=talk, args=(store, *names)) for pair in pairs for names in (pair, pair[::-1])
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert missed == []
+
+
 def test_a_connection_that_opens_too_late_serves_later_requests() -> None:
     slow = SlowNameServer()
     store = ControlStore(slow, 0, secret="s")

@@ -20,6 +20,7 @@ import queue
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -78,7 +79,7 @@ class ControlStore:
         self._signer = Signer(scope, secret)
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._free: queue.SimpleQueue[_Connection] = queue.SimpleQueue()
+        self._free = _FreeConnections()
         self._abandoned: list[_Connection] = []
         self._reported = False
 
@@ -88,7 +89,7 @@ class ControlStore:
         Raises:
             StoreUnreachable: that took longer than `timeout` seconds, or failed.
         """
-        self._free.put(self._take(timeout))
+        self._free.give(self._take(timeout))
 
     def set(self, key: str, value: bytes, timeout: float) -> None:
         """Write a message; it replaces this key's previous one.
@@ -205,13 +206,26 @@ class ControlStore:
             raise _unreachable(str(error).splitlines()[0]) from error
         # Connecting takes as long as the timeout of the cloned store: the next connection is cloned from this one.
         self._store = connection.store
-        self._free.put(connection)
+        self._free.give(connection)
         return request.result()
 
     def _take(self, timeout: float) -> _Connection:
         """An open connection without a request."""
-        with suppress(queue.Empty):
-            return self._usable(self._free.get_nowait())
+        claim = self._free.claim()
+        try:
+            if not claim.done():
+                opening = self._open()
+                if not wait([claim], max(timeout, 0.0)).done:
+                    with self._lock:
+                        self._abandoned.append(opening)
+                    raise _silent(timeout)
+        except BaseException:
+            self._free.withdraw(claim)
+            raise
+        return self._usable(claim.result())
+
+    def _open(self) -> _Connection:
+        """Begin to open a connection."""
         with self._lock:
             self._abandoned = [connection for connection in self._abandoned if connection.thread.is_alive()]
             if len(self._abandoned) >= _MAX_ABANDONED_CONNECTIONS:
@@ -222,12 +236,7 @@ class ControlStore:
             # An interpreter that is ending starts no thread.
             raise _unreachable(str(error)) from error
         finalize(self, opening.end).atexit = False
-        try:
-            return self._usable(self._free.get(timeout=max(timeout, 0.0)))
-        except queue.Empty:
-            with self._lock:
-                self._abandoned.append(opening)
-            raise _silent(timeout) from None
+        return opening
 
     def _usable(self, connection: _Connection) -> _Connection:
         with self._lock, suppress(ValueError):
@@ -333,12 +342,51 @@ def _knock(store: Any) -> None:
             raise RuntimeError(f"{store.host}:{store.port} cannot be reached: {error}") from error
 
 
+class _FreeConnections:
+    """The open connections without a request, and the requests that wait for one.
+
+    A connection goes to the request that has waited longest. Each waiting request has begun to open a connection, so
+    none waits for the end of another request, which may itself wait for the message of this one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: list[_Connection] = []
+        self._claims: deque[Future[_Connection]] = deque()
+
+    def claim(self) -> Future[_Connection]:
+        """A free connection, or the next one that is opened or becomes free."""
+        claim: Future[_Connection] = Future()
+        with self._lock:
+            if self._free:
+                claim.set_result(self._free.pop())
+            else:
+                self._claims.append(claim)
+        return claim
+
+    def give(self, connection: _Connection) -> None:
+        """Add a connection that was opened, could not be opened, or has no request any more."""
+        with self._lock:
+            if self._claims:
+                self._claims.popleft().set_result(connection)
+            else:
+                self._free.append(connection)
+
+    def withdraw(self, claim: Future[_Connection]) -> None:
+        """Take back a claim whose connection is not needed."""
+        with self._lock:
+            if claim in self._claims:
+                self._claims.remove(claim)
+                return
+        self.give(claim.result())
+
+
 class _Connection:
     """A connection and the only thread that uses it; the thread also opens it, because connecting blocks too.
 
     Args:
         store: a store to clone.
-        free: where the thread puts the connection once it is open, or cannot be opened.
+        free: gets the connection once it is open, or cannot be opened.
 
     Attributes:
         store: that store, then the connection.
@@ -350,7 +398,7 @@ class _Connection:
 
     __slots__ = ("__weakref__", "_free", "error", "opened", "requests", "store", "thread", "under_way")
 
-    def __init__(self, store: Any, free: queue.SimpleQueue[_Connection]) -> None:
+    def __init__(self, store: Any, free: _FreeConnections) -> None:
         self.store = store
         self.error: Exception | None = None
         self.opened: Future[None] = Future()
@@ -372,7 +420,7 @@ class _Connection:
         except Exception as error:
             self.error = error
         self.opened.set_result(None)
-        self._free.put(self)
+        self._free.give(self)
         if self.error is not None:
             return
         while (request := self.requests.get()) is not None:
