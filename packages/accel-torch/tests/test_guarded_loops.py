@@ -151,7 +151,7 @@ def test_closures_of_lbfgs(search: str | None) -> None:
 def test_a_compiled_model_and_the_first_bad_module() -> None:
     class Root(nn.Module):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            return inputs.sum(1, keepdim=True).sqrt()
+            return (inputs.square().sum(1, keepdim=True).neg() - 1).sqrt()
 
     accelerator = Accelerator(cpu=True, kwargs_handlers=[StepGuard(locate=True)], dynamo_backend="eager")
     model = nn.Sequential(nn.BatchNorm1d(4, momentum=1.0), nn.Sequential(nn.Linear(4, 4), Root()))
