@@ -80,7 +80,7 @@ class _Run(NamedTuple):
 def _runs(tensor: Any) -> list[list[_Run]]:
     """For each dimension, the indexes of the full tensor that this process holds.
 
-    They are numbers, so that they are known also where tensors have no values.
+    They are numbers, not tensors, which have no values in a plan (`FakeTensorMode`).
     """
     mesh, held = tensor.device_mesh, [[_Run(0, size)] for size in tensor.shape]
     coordinate = mesh.get_coordinate()

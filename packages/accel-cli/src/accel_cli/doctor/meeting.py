@@ -18,7 +18,7 @@ from typing import Any, Final
 __all__ = ("CONNECTION_TIMEOUT_S", "meet")
 
 CONNECTION_TIMEOUT_S: Final = 5.0
-"""Seconds within which one machine must accept a connection of another, if `meet` is given no other number."""
+"""Seconds within which one machine must accept a connection of another, by default."""
 
 _POLL_INTERVAL_S: Final = 0.1
 
